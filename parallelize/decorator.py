@@ -323,6 +323,6 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
         warnings.warn(f"{path} {text}", stacklevel=4)
     outcomes = by.launch(task, node=node, environ=os.environ)
     first = outcomes[0]
-    for problem in [*restore(task.stateful, first.states), *unreturned_warning(first.unreturned)]:
+    for problem in [*restore(task.stateful, first.states), *unreturned_warning(outcomes)]:
         warnings.warn(problem, stacklevel=4)
     return [outcome.value for outcome in outcomes] if task.all_ranks else first.value

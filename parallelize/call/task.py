@@ -132,7 +132,8 @@ class Outcome:
         traceback: the worker's traceback as text; "" if the function returned.
         failed_at: time of the exception in seconds since the epoch, taken before any teardown; inf: there was none.
         states: states of what the call trained, by their index in Task.stateful; rank 0 only.
-        unreturned: names of other things that the call changed; rank 0 only.
+        unreturned: names of other things that the call changed; of other ranks, the number that was returned, if the
+            function has evaluated.
     """
 
     rank: int

@@ -17,6 +17,7 @@ from parallelize.data.sampling import Tail
 from parallelize.data.source import EpochShard, LoaderOptions, Position, Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.batch_weights import BatchWeight, weigh_batches
+from parallelize.runtime.context import EVALUATES
 from parallelize.runtime.rank_consistency import ConsistencyCheck, run_checks
 from parallelize.runtime.startup_summary import ActiveLoader
 from parallelize.torch_patches.forward import route_of, routed_models
@@ -42,7 +43,6 @@ class ShardedLoader(Generic[T]):
         self._first_epoch = epochs.get(self._line, 0)
         self._next = Position()  # where the next `iter()` begins, counted from the first epoch
         self._shard: EpochShard | None = None  # the latest iterator's
-        self._is_announced = source.run.world.world_size == 1
 
     @property  # type: ignore[misc]  # isinstance uses it: a sharded DataLoader is a DataLoader
     def __class__(self) -> type[Any]:
@@ -61,8 +61,8 @@ class ShardedLoader(Generic[T]):
 
     def __len__(self) -> int:
         """Count all batches of the active iterator, or of the next one if none is active."""
-        shard, source, tail = self._shard, self._source, self._tail()
-        split = source.split(self._next_position(), tail, source.length())
+        shard, source = self._shard, self._source
+        split = source.split(self._next_position(), self._tail(), source.length())
         if shard is not None and shard.is_open:
             split = shard.split
         steps = source.steps(split)
@@ -90,16 +90,18 @@ class ShardedLoader(Generic[T]):
 
     def _tail(self) -> Tail:
         """Return the option; by default, without gradients each sample comes once."""
+        run = self._run
         if self._options.tail is not None or torch.is_grad_enabled():
             return self._options.tail or "pad"
+        if run.world.world_size == 1:
+            return "exact"
         routes = filter(None, map(route_of, routed_models()))
         is_collective = not all(each.owner.engine.is_replica for each in routes)
-        if not self._is_announced and self._run.world.is_main:
-            text = "without gradients, each sample comes once (tail='exact')"
-            if is_collective:
-                text = "ranks forward together, with padding: loader.gather(x) leaves repeats out"
-            _log.info("%s: %s", self._name, text)
-        self._is_announced = True
+        if EVALUATES not in run.flags and run.world.is_main:
+            padded = "ranks forward together, with padding: loader.gather(x) leaves repeats out"
+            once = "without gradients, each sample comes once; loader.mean(values) is the mean over all of them"
+            _log.info("%s: %s", self._name, padded if is_collective else once)
+        run.flags.add(EVALUATES)
         return "pad" if is_collective else "exact"
 
     def _next_position(self) -> Position:
@@ -138,12 +140,12 @@ class ShardedLoader(Generic[T]):
             are_fresh = getattr(source.loader, "num_workers", 0) > 0
             batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)
         if options.progress and self._run.world.is_main:
-            label = options.progress
-            label = label if isinstance(label, str) else f"epoch {shard.position.epoch}"
-            total = source.steps(shard.split)
+            label = f"epoch {shard.position.epoch}" if options.progress is True else options.progress
             from tqdm.auto import tqdm  # imported late: in a notebook without ipywidgets it warns
 
-            batches = iter(tqdm(batches, total=total, desc=label, unit=" batches", dynamic_ncols=True))
+            batches = iter(
+                tqdm(batches, total=source.steps(shard.split), desc=label, unit=" batches", dynamic_ncols=True)
+            )
         return batches
 
     def _check_order(self, shard: EpochShard) -> None:

@@ -193,7 +193,7 @@ class Watchdog:
         own_store.set_timeout(timedelta(seconds=10))  # so that a call fails if the store is lost
         judge = Judge(own_store, dist.get_rank(), dist.get_world_size(), timeout_s, self._state)
         self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]  # torch's
         self._is_over, self._stack = threading.Event(), None
         self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()

@@ -21,6 +21,7 @@ from parallelize.runtime.process_group import process_group
 from parallelize.runtime.unsynced_training import warn_if_unsynced
 
 __all__ = [
+    "EVALUATES",
     "Runtime",
     "activate",
     "active",
@@ -33,6 +34,10 @@ __all__ = [
     "rank",
     "world_size",
 ]
+
+
+EVALUATES = "evaluates"
+"""Member of Runtime.flags: a loader of shard_loader has been read without gradients."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from parallelize.cluster.world import World
 from parallelize.config.layout import RUN_ID, Layout
 from parallelize.errors import LaunchError, add_note
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.runtime.context import Runtime, activate, current
+from parallelize.runtime.context import EVALUATES, Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
@@ -181,7 +181,10 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             for device in (each for each in runtime.devices if each.type != "cpu"):
                 torch.accelerator.synchronize(device)  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
-            Outcome.returned(world, returned, **(changes.found() if changes else {})).write(shutdown.path)
+            found = changes.found() if changes else {}
+            if not (world.is_main or task.all_ranks) and EVALUATES in runtime.flags and type(value) in (int, float):
+                found = {"unreturned": [repr(value)]}
+            Outcome.returned(world, returned, **found).write(shutdown.path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.exit is not None:  # the group may be interrupted
                 os._exit(0)

@@ -171,6 +171,27 @@ def test_results_come_back_in_dataset_order():
             assert found[name]["rows"].shape == (len(expected), 2)
 
 
+@distributed(processes=2)
+def evaluate(way):
+    loader, net = shard_loader(DataLoader(data(101), batch_size=7)), model()
+    losses, sums = [], 0.0
+    with parallel_model(net), torch.set_grad_enabled(way == "training"):
+        for x, y in loader:
+            losses.append((net(x.double()) - y.double()).square().mean())
+            sums += losses[-1].item() * len(x)
+    return {"exact": lambda: loader.mean(losses), "all": lambda: [sums], "none": lambda: None}.get(way, lambda: sums)()
+
+
+def test_a_value_of_half_of_the_samples_is_named():
+    """A number that rank 0 returns of an evaluation, while rank 1 returns another; not one of all, nor a list."""
+    with pytest.warns(UserWarning, match=r"rank 0 returned [\d.]+, and rank 1 [\d.]+: each evaluated its own samples"):
+        evaluate("half")
+    assert evaluate("exact") == pytest.approx(evaluate.options(processes=1)("exact"), rel=1e-12)
+    for way in ("all", "none", "training"):
+        evaluate(way)
+    assert len({*evaluate.all_ranks("half")}) == 2
+
+
 def test_results_of_an_unfinished_loop_are_gathered():
     """Also if the last iterated batch is the last one on some processes only."""
 

@@ -73,7 +73,7 @@ class LocalLauncher(Launcher):
             environ: the caller's variables, passed on to the workers.
 
         Returns:
-            The outcomes in rank order, on every node: of all ranks or of rank 0 only, as `task.all_ranks` specifies.
+            The outcomes in rank order, on every node: of all ranks or of the first two, as `task.all_ranks` specifies.
 
         Raises:
             BaseException: the exception of the first rank to fail, with rank, host and traceback as notes.
@@ -203,7 +203,7 @@ def _watched(
         if signals.is_interrupted:  # and the function has not returned
             raise StopRequested
     found = workers.outcomes()
-    wanted = {rank: path for rank, path in found.items() if rank == 0 or all_ranks or not has_returned}
+    wanted = {rank: path for rank, path in found.items() if rank < 2 or all_ranks or not has_returned}
     return Report(has_returned, wanted, exits)
 
 

@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from parallelize.call.returned import Changes, data_of, restore, unreturned_warning
+from parallelize.call.task import Outcome
+from parallelize.cluster.world import World
 
 
 class Masked(nn.Module):
@@ -259,6 +261,6 @@ def test_changes_are_named(name: str) -> None:
 
 def test_the_warning_names_five() -> None:
     """One warning for all."""
-    assert unreturned_warning([]) == []
-    [text] = unreturned_warning([f"x{index}" for index in range(7)])
+    assert unreturned_warning([Outcome.returned(World(), 1)]) == []
+    [text] = unreturned_warning([Outcome.returned(World(), 1, unreturned=[f"x{index}" for index in range(7)])])
     assert text.startswith("x0, x1, x2, x3, x4 and 2 more changed in the workers and do not come back: ")
