@@ -22,17 +22,19 @@ import torch.distributed.fsdp
 import parallelize
 import parallelize.plugins.base
 
-__all__ = ["page_link", "resolve_fields", "undocumented", "write"]
+__all__ = ["page_link", "resolve_fields", "site", "undocumented", "write"]
 
 _ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#]+)")
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body {{max-width: 56rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.5 sans-serif}}
+<meta name="viewport" content="width=device-width">
+<style>body {{display: flex; flex-wrap: wrap; gap: 2rem; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
+font: 1rem/1.5 sans-serif}} nav {{flex: 0 0 11rem}} main {{flex: 1 1 30rem; min-width: 0}}
+nav ul {{list-style: none; padding: 0}} nav [aria-current] {{font-weight: bold}}
 pre {{background: #f4f4f4; padding: 0.8rem; overflow-x: auto}} table {{border-collapse: collapse}}
 td, th {{border: 1px solid #ccc; padding: 0.2rem 0.6rem; text-align: left; vertical-align: top}}</style>
-<nav><a href="{start}index.html">Start</a> | <a href="{start}parallelize.html">API reference</a>
-| <a href="{start}parallelize/plugins/base.html">for authors of plug-ins</a></nav>
-{body}</html>
+<nav><ul>{links}</ul></nav>
+<main>{body}</main></html>
 """
 
 
@@ -81,9 +83,31 @@ def write(folder: Path) -> None:
     warnings.simplefilter("error")
     pdoc.render.configure(docformat="google", show_source=False)
     pdoc.pdoc("parallelize", r"!parallelize\..*", "parallelize.plugins.base", output_directory=folder)
-    _write_page(_ROOT / "README.md", folder / "index.html", start="")
-    for guide in sorted((_ROOT / "examples/guides").glob("*.md")):
-        _write_page(guide, folder / "guides" / f"{guide.stem}.html", start="../")
+    pages = site(folder)
+    for page, (_, source) in pages.items():
+        if source is not None:
+            _write_page(source, page, pages)
+
+
+def site(folder: Path) -> dict[Path, tuple[str, Path | None]]:
+    """Return the pages in the order of the navigation: file -> title and Markdown file; None: a page of the reference.
+
+    The guides are in the order in which README lists them.
+    """
+    readme, link = _ROOT / "README.md", r"\]\((examples/guides/\w+\.md)"
+    in_table = re.findall(rf"^\|.*{link}", readme.read_text(), re.MULTILINE)
+    guides = [_ROOT / each for each in dict.fromkeys([*in_table, *re.findall(link, readme.read_text())])]
+    return {
+        folder / "index.html": ("Start", readme),
+        **{folder / "guides" / f"{each.stem}.html": (_title(each), each) for each in guides},
+        folder / "parallelize.html": ("API reference", None),
+        folder / "parallelize/plugins/base.html": ("For authors of plug-ins", None),
+    }
+
+
+def _title(source: Path) -> str:
+    """Return the heading of a guide, without what follows a colon."""
+    return source.read_text().partition("\n")[0].lstrip("# ").partition(":")[0]
 
 
 def page_link(target: str, *, source: Path, page: Path) -> str:
@@ -101,13 +125,18 @@ def page_link(target: str, *, source: Path, page: Path) -> str:
     return os.path.relpath(path, page.parent)
 
 
-def _write_page(source: Path, page: Path, *, start: str) -> None:
-    import markdown  # installed in tox's environment `docs`
+def _write_page(source: Path, page: Path, pages: dict[Path, tuple[str, Path | None]]) -> None:
+    import markdown  # installed in tox's environment `docs`, with Pygments, which colors the code
 
     text = _LINK.sub(lambda link: page_link(link[1], source=source, page=page), source.read_text())
     page.parent.mkdir(parents=True, exist_ok=True)
-    body = markdown.markdown(text, extensions=["extra", "toc", "sane_lists"])
-    page.write_text(_PAGE.format(title=text.splitlines()[0].lstrip("# "), start=start, body=body))
+    colors = {"codehilite": {"guess_lang": False, "noclasses": True}}
+    body = markdown.markdown(text, extensions=["extra", "toc", "sane_lists", "codehilite"], extension_configs=colors)
+    links = "".join(
+        f'<li><a href="{os.path.relpath(each, page.parent)}"{" aria-current=page" * (each == page)}>{title}</a></li>'
+        for each, (title, _) in pages.items()
+    )
+    page.write_text(_PAGE.format(title=text.splitlines()[0].lstrip("# "), links=links, body=body))
 
 
 if __name__ == "__main__":

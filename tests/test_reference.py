@@ -11,6 +11,8 @@ import reference
 
 import parallelize
 
+ROOT = Path(reference.__file__).parents[1]
+
 
 def test_public_names_have_docstrings() -> None:
     """Functions, classes and their public methods all have one."""
@@ -65,3 +67,12 @@ def test_links_of_guides_are_those_of_pages() -> None:
     guide = {"source": root / "examples/guides/faq.md", "page": site / "guides/faq.html"}
     assert reference.page_link("data.md", **guide) == "data.html"
     assert reference.page_link("../11_resume.py", **guide) == "../../../examples/11_resume.py"
+
+
+def test_the_navigation_leads_to_all_guides() -> None:
+    """In the order of README; no guide is left out."""
+    pages = reference.site(Path("docs"))
+    sources = [source for _, source in pages.values() if source is not None]
+    assert sources[0] == ROOT / "README.md"
+    assert sorted(sources[1:]) == sorted((ROOT / "examples/guides").glob("*.md"))
+    assert all(title for title, _ in pages.values())
