@@ -12,6 +12,7 @@ A worker runs no script, so the functions and classes of its `__main__` come fro
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import inspect
 import io
@@ -36,7 +37,7 @@ from parallelize.call.reachable import (
     is_user_code,
     variables_of,
 )
-from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.errors import ConfigError, LaunchError, ParallelizeError
 
 __all__ = [
     "Trial",
@@ -165,17 +166,28 @@ def dump(
         raises: class of the exception, which names the variable, item or attribute that cannot be
             pickled.
         fix: how the user fixes that.
+
+    Raises:
+        LaunchError: there is no space for the file.
     """
     attributes = {"on_object": staticmethod(on_object), "for_rank": not isinstance(file, Path)}
     pickler = type("Pickler", (_Pickler,), attributes)
     module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
     written = file.with_name(f"{file.name}.part") if isinstance(file, Path) else file
     try:
-        # Not torch.save, which in a run asks the store of the ranks: that may be lost by now.
-        torch.serialization.save(obj, written, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        # Given a path, torch keeps the file open, and with it the space on a full disk, as long as its error lives.
+        with written.open("wb", 2**20) if isinstance(written, Path) else contextlib.nullcontext(written) as opened:
+            # Not torch.save, which in a run asks the store of the ranks: that may be lost by now.
+            torch.serialization.save(obj, opened, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as exc:  # a user's __reduce__ may raise anything
         if isinstance(written, Path):
             written.unlink(missing_ok=True)
+            if getattr(exc.__context__ or exc, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise LaunchError(
+                    f"the disk of {written.parent} is full",
+                    why="calls, and what they return, are sent in files in the temporary folder",
+                    fix="free some space there, or set TMPDIR to a folder on another disk",
+                ) from None
         name, reason = _find_unpicklable(parts) or ("the call", exc)
         if "get_ipython" in name:
             fix = "a line with ! or % is the notebook's own: write subprocess.run(...) in the function"

@@ -12,12 +12,14 @@ import faulthandler
 import functools
 import io
 import linecache
+import logging
 import multiprocessing
 import os
 import random
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -54,6 +56,8 @@ __all__ = [
     "threads_path",
     "unbuffer_output",
 ]
+
+_log = logging.getLogger("parallelize")
 
 _POST_MORTEM = "PARALLELIZE_POST_MORTEM"
 
@@ -184,7 +188,7 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             found = changes.found() if changes else {}
             if not (world.is_main or task.all_ranks) and EVALUATES in runtime.flags and type(value) in (int, float):
                 found = {"unreturned": [repr(value)]}
-            Outcome.returned(world, returned, **found).write(shutdown.path)
+            _write(Outcome.returned(world, returned, **found), shutdown.path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.exit is not None:  # the group may be interrupted
                 os._exit(0)
@@ -193,6 +197,21 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             if setup.has_keyboard and is_uncaught and os.environ.get(_POST_MORTEM, "0") != "0":
                 inspect_error(error)
             shutdown.fail(runtime.watchdog.explain(error))
+
+
+def _write(outcome: Outcome, path: Path) -> None:
+    """Write an outcome; while its disk is full, wait for space: what was trained is not lost."""
+    is_told = False
+    while True:
+        try:
+            outcome.write(path)
+        except LaunchError as error:
+            if not is_told:
+                _log.warning("rank %d waits with its result: %s", outcome.rank, error)
+            is_told = True
+            time.sleep(1.0)
+        else:
+            return
 
 
 def _call(task: Task, stop: StopHandler) -> Any:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +25,64 @@ MIB = 2**20
 @distributed(processes=2)
 def echo(*args: Any, **kwargs: Any) -> Any:
     return args, kwargs
+
+
+FULL = """
+    import os, pathlib, torch
+    from torch import nn
+    from parallelize import distributed, parallel_model
+
+    @distributed(processes=2)
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with parallel_model(model):
+            model(torch.ones(2, 500)).sum().backward()
+            optimizer.step()
+        if os.environ["RANK"] == "0":
+            pathlib.Path(os.environ["TMPDIR"], "big").write_bytes(bytes(4_500_000))  # of 6 MB
+
+    def weight(size):
+        return nn.utils.skip_init(nn.Linear, 500, size)
+
+    if __name__ == "__main__":
+        try:
+            train(weight(5000))
+        except Exception as error:
+            print(repr(error), error)
+        model = weight(500)
+        nn.init.zeros_(model.weight)
+        train(model)
+        print("trained", model.weight.mean().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
+def test_a_full_temporary_folder_is_named_and_costs_no_weights(tmp_path: Path) -> None:
+    """A call that is too large is a LaunchError; a rank that cannot write its result waits for space."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(FULL))
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], check=True)
+    try:
+        with subprocess.Popen(
+            [sys.executable, str(tmp_path / "train.py")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        ) as process:
+            assert process.stdout is not None
+            shown = ""
+            while "waits with its result" not in shown and (line := process.stdout.readline()):
+                shown += line
+            (folder / "big").unlink()
+            shown += process.stdout.read()
+        assert re.search(r"LaunchError\(.*the disk of \S*small\S* is full", shown), shown
+        assert "cannot be pickled" not in shown
+        assert re.search(r"trained -0.2", shown), shown
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @dataclasses.dataclass(frozen=True)
