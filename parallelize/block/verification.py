@@ -86,11 +86,12 @@ class Verification:
         found = _different([each for each in buffers if each[1].is_floating_point()])
         self._warns_of_buffers = not found
         if found and self._run.world.is_main:
+            names = _listed(found)
+            exact = " On GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) trains batch norm as one process does."
             warnings.warn(
-                f"buffers differ between the ranks, and rank 0's are kept: {_listed(found)}. Each rank has updated its "
-                "own from its part of the batch, by which batch norm normalizes, too: on GPUs "
-                "nn.SyncBatchNorm.convert_sync_batchnorm(model) trains as one process. parallel_model(model, "
-                "buffers='mean') keeps the mean of the buffers, buffers='rank0' keeps rank 0's without this warning.",
+                f"buffers differ between the ranks, and rank 0's are kept: {names}. Each rank has "
+                "updated its own from its part of the batch. parallel_model(model, buffers='mean') keeps "
+                "their mean, buffers='rank0' keeps rank 0's without this warning." + exact * ("running_mean" in names),
                 stacklevel=user_stacklevel(),
             )
 
