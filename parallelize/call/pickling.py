@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import inspect
 import io
 import math
+import os
 import pickle
 import pkgutil
 import sys
@@ -174,13 +176,21 @@ def dump(
     pickler = type("Pickler", (_Pickler,), attributes)
     module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
     written = file.with_name(f"{file.name}.part") if isinstance(file, Path) else file
+    # Not torch.save, which in a run asks the store of the ranks: that may be lost by now.
+    options: Any = {"pickle_module": module, "pickle_protocol": pickle.HIGHEST_PROTOCOL}
+    save: Any = functools.partial(torch.serialization.save, **options)
     try:
-        # Given a path, torch keeps the file open, and with it the space on a full disk, as long as its error lives.
-        with written.open("wb", 2**20) if isinstance(written, Path) else contextlib.nullcontext(written) as opened:
-            # Not torch.save, which in a run asks the store of the ranks: that may be lost by now.
-            torch.serialization.save(obj, opened, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            save(obj, written)
+        except RuntimeError:  # torch's, on a full disk
+            if not isinstance(written, Path):
+                raise
+            with written.open("wb") as opened:  # slower, and raises the system's error
+                save(obj, opened)
     except Exception as exc:  # a user's __reduce__ may raise anything
         if isinstance(written, Path):
+            with contextlib.suppress(OSError):  # torch keeps the file open as long as its error lives
+                os.truncate(written, 0)
             written.unlink(missing_ok=True)
             if getattr(exc.__context__ or exc, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise LaunchError(
