@@ -173,7 +173,7 @@ class Watchdog:
     _stack: Stack | None = None
     _facts: Any = None
     _position: object = None
-    _mark: Any = ()
+    _mark: Any = 0
 
     @contextlib.contextmanager
     def watch(self, store: dist.Store, *, timeout_s: Callable[..., float], since_ns: int | None) -> Iterator[None]:
