@@ -43,6 +43,7 @@ from parallelize.errors import ConfigError, LaunchError, ParallelizeError
 
 __all__ = [
     "Trial",
+    "cause_of",
     "check_is_plain_function",
     "dump",
     "is_found",
@@ -192,7 +193,7 @@ def dump(
             with contextlib.suppress(OSError):  # torch keeps the file open as long as its error lives
                 os.truncate(written, 0)
             written.unlink(missing_ok=True)
-            if getattr(exc.__context__ or exc, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            if getattr(cause_of(exc), "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise LaunchError(
                     f"the disk of {written.parent} is full",
                     why="calls, and what they return, are sent in files in the temporary folder",
@@ -206,6 +207,11 @@ def dump(
         raise raises(f"{name} cannot be pickled", why=why, fix=fix) from exc
     if isinstance(file, Path) and isinstance(written, Path):
         written.replace(file)
+
+
+def cause_of(exc: BaseException) -> BaseException:
+    """Return the system's error, during which torch.save has raised one about positions in the file."""
+    return exc.__context__ or exc if isinstance(exc, RuntimeError) else exc
 
 
 def load(source: Path | bytes, *, device: torch.device) -> Any:

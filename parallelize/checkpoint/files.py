@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from parallelize.call.pickling import cause_of
 from parallelize.errors import ConfigError, MissingDependencyError, ParallelizeError
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "SAFETENSORS",
     "SHARD_PREFIX",
     "Checkpoint",
-    "cause_of",
     "crcs",
     "fsync",
     "new_shard_folder",
@@ -112,11 +112,6 @@ def fsync(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def cause_of(exc: BaseException) -> BaseException:
-    """Return the system's error, during which torch.save has raised one about positions in the file."""
-    return exc.__context__ or exc if isinstance(exc, RuntimeError) else exc
 
 
 def write_error(path: Path, why: object) -> ParallelizeError:

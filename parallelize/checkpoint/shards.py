@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
+from parallelize.call.pickling import cause_of
 from parallelize.checkpoint import files
 from parallelize.checkpoint.states import Named
 from parallelize.runtime.containers import map_leaves
@@ -62,7 +63,7 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as exc:
-            raise files.cause_of(exc) from None
+            raise cause_of(exc) from None
 
 
 def write_folder(path: Path, name: str, content: dict[str, Any], group: Any, rank: int) -> None:
