@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from parallelize.call.task import Outcome, error_text, format_error
 from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
 from parallelize.hang_detection.stack_frames import call_site_in
 
-__all__ = ["WorkerExit", "caller_exception", "is_cause", "was_stopped"]
+__all__ = ["caller_exception", "ended", "is_cause", "was_stopped"]
 
 # Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain RuntimeErrors.
 _PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
@@ -30,52 +29,48 @@ _FIX_BY_SIGNAL = {
 }
 
 
-@dataclass(frozen=True)
-class WorkerExit:
-    """A worker process that exited without returning, and without being stopped by the agent.
+def ended(rank: int, host: str, pid: int, exitcode: int, *, seen_at: float, output: tuple[str, str]) -> Outcome:
+    """Return the outcome of a worker process that has ended without writing one; it has no traceback.
 
     Args:
         rank: global rank of the worker.
         host: name of its host.
         pid: its process ID.
         exitcode: as in multiprocessing: the negative signal number if a signal killed it.
-        seen_at: when the agent noticed, in seconds since the epoch.
+        seen_at: when its end was noticed, in seconds since the epoch.
         output: the ends of its stdout and its stderr.
     """
-
-    rank: int
-    host: str
-    pid: int
-    exitcode: int
-    seen_at: float
-    output: tuple[str, str] = ("", "")
+    error: Exception = _worker_error(rank, host, exitcode, why="it ended without an exception")
+    # The end of each stream; stderr is last, because it usually contains the reason.
+    tail = "\n".join(line for text in output for line in text.splitlines()[-_TAIL_LINES:])
+    mismatch = _GLOO_SIZE_MISMATCH.search(output[1])
+    if mismatch is not None:
+        line = call_site_in(output[1].rpartition(_STACK_HEADER)[2])
+        error = SyncError(
+            f"rank {rank} received data of another size than its collective expects, at {line or 'an unknown line'}",
+            why=f"ranks are in different collectives, or pass tensors of different shapes or dtypes ({mismatch[1]})",
+            fix="make the same calls on every rank, with the same shapes and dtypes in the same order",
+        )
+    elif tail:
+        add_note(error, f"last lines of rank {rank}:\n{tail}")
+    return Outcome(rank, host, pid, error=error, failed_at=seen_at)
 
 
 def caller_exception(
-    outcomes: Sequence[Outcome],
-    exits: Sequence[WorkerExit],
-    *,
-    world_size: int,
-    earlier: Sequence[BaseException] = (),
+    outcomes: Sequence[Outcome], *, world_size: int, earlier: Sequence[BaseException] = ()
 ) -> BaseException:
     """Return the exception to raise in the caller: the earliest root cause, with rank, host and traceback as notes.
 
     Args:
-        outcomes: the outcomes that ranks have written.
-        exits: workers that exited without returning, as the agents noticed them.
+        outcomes: those that ranks have written, and of those that have ended without one.
         world_size: number of ranks.
         earlier: the exceptions of the previous attempts.
     """
-    by_rank = {outcome.rank: outcome for outcome in outcomes}
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
-    silent = {each.rank: each for each in exits if each.rank not in {outcome.rank for outcome in failed}}
-    cause = _first_cause(failed, list(silent.values()))
-    if isinstance(cause, WorkerExit):
-        error, notes = _error_of_exit(cause, outcomes)
-    else:
-        error, notes = _error_of_outcome(cause, world_size)
-    others = [rank for rank in range(world_size) if rank != cause.rank]
-    texts = {rank: _describe_rank(by_rank.get(rank), silent.get(rank)) for rank in others}
+    failed = sorted((each for each in outcomes if each.error is not None), key=lambda each: each.failed_at)
+    cause = next(filter(is_cause, failed), failed[0])
+    error, notes = _error_of(cause, world_size)
+    by_rank = {each.rank: each for each in outcomes}
+    texts = {rank: _describe_rank(by_rank.get(rank)) for rank in range(world_size) if rank != cause.rank}
     notes.append(f"the others: {_group_ranks(texts)}" if texts else "no other rank exists")
     notes += (f"attempt {attempt} had failed with {_one_line(before)}" for attempt, before in enumerate(earlier))
     for note in notes:
@@ -83,15 +78,6 @@ def caller_exception(
     if isinstance(error, WorkerError):
         error.rank, error.host = cause.rank, cause.host
     return error
-
-
-def _first_cause(failed: Sequence[Outcome], silent: Sequence[WorkerExit]) -> Outcome | WorkerExit:
-    """Return the earliest failure that is not secondary; an exit may be noticed after secondary errors it causes."""
-    first_cause = min(filter(is_cause, failed), key=lambda each: each.failed_at, default=None)
-    first_exit = min(silent, key=lambda each: each.seen_at, default=None)
-    if first_cause is not None and (first_exit is None or first_cause.failed_at <= first_exit.seen_at):
-        return first_cause
-    return first_exit or min(failed, key=lambda each: each.failed_at)
 
 
 def was_stopped(outcome: Outcome) -> bool:
@@ -111,42 +97,18 @@ def _is_connection_loss(outcome: Outcome) -> bool:
     return bool(_PEER_LOST.search(outcome.traceback)) and not isinstance(outcome.error, SyncError)
 
 
-def _error_of_outcome(outcome: Outcome, world_size: int) -> tuple[BaseException, list[str]]:
+def _error_of(outcome: Outcome, world_size: int) -> tuple[BaseException, list[str]]:
     error = outcome.error
     assert error is not None
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         exitcode = -signal.SIGTERM if was_stopped(outcome) else code
         error = _worker_error(outcome.rank, outcome.host, exitcode, why=f"SystemExit({error.code!r})")
+    if not outcome.traceback:
+        return error, []
     where = f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised it:"
     # Python shows the exception itself above its notes.
     return error, [where, outcome.traceback.removesuffix(format_error(error, None)).rstrip()]
-
-
-def _error_of_exit(worker_exit: WorkerExit, outcomes: Sequence[Outcome]) -> tuple[BaseException, list[str]]:
-    _, err = worker_exit.output
-    mismatch = _GLOO_SIZE_MISMATCH.search(err)
-    if mismatch is not None:
-        return _size_mismatch_error(worker_exit, mismatch[1], err, outcomes)
-    error = _worker_error(worker_exit.rank, worker_exit.host, worker_exit.exitcode, why="it ended without an exception")
-    # The end of each stream; stderr is last, because it usually contains the reason.
-    tail = "\n".join(line for text in worker_exit.output for line in text.splitlines()[-_TAIL_LINES:])
-    return error, [f"last lines of rank {worker_exit.rank}:\n{tail}"] if tail else []
-
-
-def _size_mismatch_error(
-    worker_exit: WorkerExit, message: str, err: str, outcomes: Sequence[Outcome]
-) -> tuple[SyncError, list[str]]:
-    """Build the error for a process that gloo aborted after receiving more data than its collective expects."""
-    stack = err[err.rindex(_STACK_HEADER) if _STACK_HEADER in err else 0 :]
-    lines = {worker_exit.rank: call_site_in(stack), **{each.rank: call_site_in(each.traceback) for each in outcomes}}
-    where = "; ".join(f"rank {rank} was at {line}" for rank, line in sorted(lines.items()) if line)
-    error = SyncError(
-        f"rank {worker_exit.rank} received data of another size than its collective expects{where and f': {where}'}",
-        why=f"ranks are in different collectives, or pass tensors of different shapes or dtypes ({message.strip()})",
-        fix="make the same calls on every rank, with the same shapes and dtypes in the same order",
-    )
-    return error, [f"rank {worker_exit.rank} on {worker_exit.host} (pid {worker_exit.pid}) was ended by gloo"]
 
 
 def _worker_error(rank: int, host: str, exitcode: int, *, why: str) -> WorkerError:
@@ -167,15 +129,19 @@ def _describe_exit(exitcode: int) -> str:
     return f"was ended by {name}" if name else f"ended with exit code {exitcode}"
 
 
-def _describe_rank(outcome: Outcome | None, worker_exit: WorkerExit | None) -> str:
+def _describe_rank(outcome: Outcome | None) -> str:
     """Describe in a few words how a rank other than the root cause ended."""
-    if worker_exit is not None:
-        return _describe_exit(worker_exit.exitcode)
     if outcome is None or was_stopped(outcome):
         return "stopped"
-    if outcome.error is None:
+    error = outcome.error
+    if error is None:
         return "had returned"
-    return "lost the connection" if _is_connection_loss(outcome) else _one_line(outcome.error)
+    if isinstance(error, WorkerError) and error.exitcode is not None:
+        return _describe_exit(error.exitcode)
+    if _is_connection_loss(outcome):
+        line = call_site_in(outcome.traceback)
+        return "lost the connection" + (f" at {line}" if line else "")
+    return _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@
 
     start     by node 0: who has joined, with which request, and the port of rank 0's store
     stop      a worker has failed: all nodes end theirs
-    report    outcomes and exits of a node: all nodes find the same value or root cause
+    report    outcomes of a node: all nodes find the same value or root cause
     lost      a node is gone: its connection is closed, or it was silent for some time
 
 Each node asks node 0 several times a second, which is its heartbeat, and the answer is node 0's.
@@ -32,12 +32,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from parallelize.call.task import Task
+from parallelize.call.task import Outcome, Task
 from parallelize.cluster.network import is_local_address, loopback
 from parallelize.cluster.store import listen, serve_store
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError
-from parallelize.launchers.failures import WorkerExit
 
 __all__ = ["Nodes", "Report"]
 
@@ -57,12 +56,12 @@ class Report:
     Args:
         has_returned: whether all have returned.
         outcomes: rank -> outcome, as a file of this node, or as bytes if there are other nodes.
-        exits: workers that have ended without returning.
+        ended: outcomes of workers that have ended without writing one.
     """
 
     has_returned: bool
     outcomes: dict[int, Any]
-    exits: list[WorkerExit] = field(default_factory=list)
+    ended: list[Outcome] = field(default_factory=list)
 
 
 class Nodes:

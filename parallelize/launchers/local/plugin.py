@@ -117,15 +117,15 @@ class LocalLauncher(Launcher):
                 reports = self._run(task, setup, nodes, signals, keyboard)
             sources = {rank: source for report in reports for rank, source in report.outcomes.items()}
             outcomes = [Outcome.read(source) for _, source in sorted(sources.items())]
+            outcomes += [each for report in reports for each in report.ended]
         have_reported = len(reports) == task.layout.num_nodes  # a node may leave after its report
         if have_reported and all(each.has_returned for each in reports):
             if signals.is_interrupted:  # the KeyboardInterrupt goes on, and what was trained comes back
                 restore(task.stateful, outcomes[0].states)
             return outcomes, None
-        exits = [each for report in reports for each in report.exits]
         error = None
-        if exits or any(each.error for each in outcomes):
-            error = caller_exception(outcomes, exits, world_size=task.layout.world_size, earlier=earlier)
+        if any(each.error for each in outcomes):
+            error = caller_exception(outcomes, world_size=task.layout.world_size, earlier=earlier)
         if error is None or not have_reported:
             raise nodes.lost_error() from error
         return [], error
@@ -196,15 +196,15 @@ def _watched(
     signals.interrupt = workers.interrupt
     has_returned = workers.watch(is_stopped)
     signals.interrupt = None
-    exits = []
+    ended = []
     if not has_returned:
         nodes.stop()
-        exits = workers.stop()
+        ended = workers.stop()
         if signals.is_interrupted:  # and the function has not returned
             raise StopRequested
     found = workers.outcomes()
     wanted = {rank: path for rank, path in found.items() if rank < 2 or all_ranks or not has_returned}
-    return Report(has_returned, wanted, exits)
+    return Report(has_returned, wanted, ended)
 
 
 def worker_environ(

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
 from parallelize.errors import LaunchError
-from parallelize.launchers.failures import WorkerExit
+from parallelize.launchers.failures import ended
 from parallelize.launchers.local.fork_server import connect, kill_group
 from parallelize.launchers.output import rank_file, read_output
 from parallelize.worker.main import WorkerSetup, outcome_paths, run, threads_path
@@ -55,7 +56,7 @@ class Workers:
         self._pids, self._exitcodes = list[int](), list[int | None]()  # in the order of the ranks
         self._is_ending = self._is_over = False
         self._give_up_at = float("inf")
-        self._exits: list[WorkerExit] = []
+        self._ended: list[Outcome] = []
         requests = []
         for world in worlds:
             files = tuple(str(rank_file(output, world.rank, stream)) for stream in ("out", "err"))
@@ -86,8 +87,8 @@ class Workers:
         leave_by: float | None = None
         while True:
             self._look(_LOOK_EVERY_S)
-            self._exits = self._failed_exits()
-            if self._exits or is_stopped() or time.monotonic() > self._give_up_at:
+            self._ended = self._failed()
+            if self._ended or is_stopped() or time.monotonic() > self._give_up_at:
                 return False
             if not all(self._has_returned(rank) for rank in self._ranks):
                 continue
@@ -108,12 +109,13 @@ class Workers:
         paths = {rank: next(filter(Path.exists, outcome_paths(self._folder, rank)), None) for rank in self._ranks}
         return {rank: path for rank, path in paths.items() if path is not None}
 
-    def stop(self) -> list[WorkerExit]:
-        """End the workers after a failure; return those that have ended by themselves without returning."""
+    def stop(self) -> list[Outcome]:
+        """End the workers after a failure; return the outcomes of those that have ended without writing one."""
         self.end(STOP_GRACE_S)
         # Look again: peers fail on the closed connections of a killed worker before its exit is visible here.
-        late = [each for each in self._failed_exits() if each.exitcode not in _SIGTERM_EXIT_CODES]
-        return list({each.rank: each for each in [*late, *self._exits]}.values())
+        known, written = {each.rank: each for each in self._failed(_SIGTERM_EXIT_CODES)}, self.outcomes()
+        known |= {each.rank: each for each in self._ended}
+        return [each for rank, each in known.items() if rank not in written]
 
     def end(self, grace_s: float = 0.0) -> None:
         """End all workers, with time for their `finally` blocks, and what they have started; once."""
@@ -155,13 +157,13 @@ class Workers:
     def _has_returned(self, rank: int) -> bool:
         return outcome_paths(self._folder, rank)[0].exists()
 
-    def _failed_exits(self) -> list[WorkerExit]:
-        """Return the workers that have ended without returning."""
+    def _failed(self, ignored: Sequence[int] = ()) -> list[Outcome]:
+        """Return outcomes of the workers that have ended without returning, if not with one of these exit codes."""
         host, now = socket.gethostname(), time.time()
         return [
-            WorkerExit(rank, host, pid, exitcode, now, read_output(self._output, rank))
+            ended(rank, host, pid, exitcode, seen_at=now, output=read_output(self._output, rank))
             for rank, pid, exitcode in zip(self._ranks, self._pids, self._exitcodes, strict=True)
-            if exitcode is not None and not self._has_returned(rank)
+            if exitcode is not None and exitcode not in ignored and not self._has_returned(rank)
         ]
 
     def _report_ends(self) -> None:

@@ -28,7 +28,7 @@ from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, LaunchError, WorkerError, add_note
 from parallelize.launchers.batch_launcher import BatchJob
-from parallelize.launchers.failures import WorkerExit, caller_exception, is_cause
+from parallelize.launchers.failures import caller_exception, ended, is_cause
 from parallelize.launchers.output import OutputTail, read_output
 from parallelize.worker.main import outcome_paths
 
@@ -274,15 +274,13 @@ def _failure(run: Path, size: int) -> BaseException | None:
         run: folder in which the ranks have written.
         size: number of ranks.
     """
-    outcomes, exits = list[Outcome](), list[WorkerExit]()
+    outcomes = []
     for rank in range(size):
-        outcome = next(filter(Path.exists, outcome_paths(run, rank)), None)
-        exited = run / f"exit.{rank}"
+        outcome, exited = next(filter(Path.exists, outcome_paths(run, rank)), None), run / f"exit.{rank}"
         if outcome is not None:
             outcomes.append(Outcome.read(outcome))
         elif exited.exists():
-            exits.append(WorkerExit(**json.loads(exited.read_text()), output=read_output(run, rank)))
-    exits = [each for each in exits if each.exitcode != -signal.SIGTERM]  # it was stopped before it could handle it
-    if not exits and not any(map(is_cause, outcomes)):
-        return None
-    return caller_exception(outcomes, exits, world_size=size)
+            found = json.loads(exited.read_text())
+            if found["exitcode"] != -signal.SIGTERM:  # it was stopped before it could handle it
+                outcomes.append(ended(**found, output=read_output(run, rank)))
+    return caller_exception(outcomes, world_size=size) if any(map(is_cause, outcomes)) else None

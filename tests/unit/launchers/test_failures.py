@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallelize.call.task import Outcome
 from parallelize.errors import SyncError, WorkerError
-from parallelize.launchers.failures import WorkerExit, caller_exception, was_stopped
+from parallelize.launchers.failures import caller_exception, ended, was_stopped
 from parallelize.launchers.output import read_output
 
 GLOO = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -33,18 +33,18 @@ def stopped(rank: int, at: float) -> Outcome:
     return raised(rank, at, SystemExit(143))
 
 
-def exited(rank: int, at: float, exitcode: int = -9) -> WorkerExit:
-    return WorkerExit(rank, f"host{rank}", 100 + rank, exitcode, at)
+def exited(rank: int, at: float, exitcode: int = -9, output: tuple[str, str] = ("", "")) -> Outcome:
+    return ended(rank, f"host{rank}", 100 + rank, exitcode, seen_at=at, output=output)
 
 
-def error_of(outcomes: list[Outcome], exits: list[WorkerExit], world_size: int = 4) -> BaseException:
-    return caller_exception(outcomes, exits, world_size=world_size)
+def error_of(*outcomes: Outcome, world_size: int = 4) -> BaseException:
+    return caller_exception(outcomes, world_size=world_size)
 
 
 @given(order=st.permutations(range(4)))
 def test_the_earliest_exception_wins(order: list[int]) -> None:
     """It wins on every rank and in every order of the outcomes."""
-    error = error_of([raised(rank, at=float(order.index(rank))) for rank in range(4)], [])
+    error = error_of(*(raised(rank, at=float(order.index(rank))) for rank in range(4)))
     assert str(error) == f"of {order[0]}"
     assert error.__notes__[0] == f"rank {order[0]} of 4 on host{order[0]} (pid {100 + order[0]}) raised it:"
 
@@ -52,7 +52,7 @@ def test_the_earliest_exception_wins(order: list[int]) -> None:
 @pytest.mark.parametrize("line", [GLOO, NCCL])
 def test_an_exception_wins_over_lost_connections(line: str) -> None:
     """A connection error that comes before the exception that caused it is secondary."""
-    error = error_of([lost_connection(0, 1.0, line), raised(2, 2.0), lost_connection(3, 0.5, line)], [])
+    error = error_of(lost_connection(0, 1.0, line), raised(2, 2.0), lost_connection(3, 0.5, line))
     assert str(error) == "of 2"
     assert error.__notes__[-1] == "the others: ranks 0, 3: lost the connection; rank 1: stopped"
 
@@ -63,21 +63,21 @@ def secondary(rank: int, at: float) -> Outcome:
 
 def test_an_exception_wins_over_secondary_errors() -> None:
     """A secondary error is listed with its message among the other ranks."""
-    error = error_of([secondary(1, 1.0), secondary(2, 1.0), raised(0, 2.0)], [], world_size=3)
+    error = error_of(secondary(1, 1.0), secondary(2, 1.0), raised(0, 2.0), world_size=3)
     assert str(error) == "of 0"
     assert error.__notes__[-1] == "the others: ranks 1-2: SyncError: save failed on rank 0"
-    assert "failed on rank 0" in str(error_of([secondary(1, 1.0), stopped(0, 2.0)], []))
+    assert "failed on rank 0" in str(error_of(secondary(1, 1.0), stopped(0, 2.0)))
 
 
 def test_a_lost_connection_is_the_cause_if_nothing_else_failed() -> None:
     """A network failure is reported by the first rank to notice it."""
-    assert "gloo" in str(error_of([lost_connection(1, 2.0), lost_connection(0, 1.0), stopped(2, 3.0)], []))
-    assert error_of([lost_connection(1, 2.0), lost_connection(0, 1.0)], []).__notes__[0].startswith("rank 0 ")
+    assert "gloo" in str(error_of(lost_connection(1, 2.0), lost_connection(0, 1.0), stopped(2, 3.0)))
+    assert error_of(lost_connection(1, 2.0), lost_connection(0, 1.0)).__notes__[0].startswith("rank 0 ")
 
 
 def test_a_killed_rank_wins_over_lost_connections() -> None:
     """The killed rank and the signal are in the message and in the attributes."""
-    error = error_of([lost_connection(0, 1.0), lost_connection(1, 1.1)], [exited(3, 1.5)])
+    error = error_of(lost_connection(0, 1.0), lost_connection(1, 1.1), exited(3, 1.5))
     assert isinstance(error, WorkerError)
     assert (error.rank, error.host, error.exitcode, error.signal_name) == (3, "host3", -9, "SIGKILL")
     assert str(error).startswith("rank 3 on host3 was ended by SIGKILL\n")
@@ -86,39 +86,33 @@ def test_a_killed_rank_wins_over_lost_connections() -> None:
 
 def test_an_exception_before_an_exit_wins_and_after_it_does_not() -> None:
     """Of several primary failures the earliest wins."""
-    assert str(error_of([raised(0, 1.0)], [exited(1, 2.0)])) == "of 0"
-    assert error_of([raised(0, 3.0)], [exited(1, 2.0)]).rank == 1
-    assert str(error_of([raised(0, 2.0)], [exited(1, 2.0)])) == "of 0"
+    assert str(error_of(raised(0, 1.0), exited(1, 2.0))) == "of 0"
+    assert error_of(raised(0, 3.0), exited(1, 2.0)).rank == 1
+    assert str(error_of(raised(0, 2.0), exited(1, 2.0))) == "of 0"
     undated = dataclasses.replace(raised(0, 1.0), failed_at=float("inf"))
-    assert str(error_of([undated, raised(1, 2.0)], [])) == "of 1"
-    assert error_of([undated], [exited(1, 2.0)]).rank == 1
+    assert str(error_of(undated, raised(1, 2.0))) == "of 1"
+    assert error_of(undated, exited(1, 2.0)).rank == 1
 
 
 def test_a_sync_error_that_explains_a_lost_connection_is_the_cause() -> None:
     """Its traceback contains the connection's error too."""
     error = SyncError("rank 1 has left", why="b", fix="c")
     explained = raised(0, 2.0, error, f"Traceback ...\n{GLOO}\n\nTraceback ...\n")
-    assert error_of([explained, lost_connection(1, 1.0)], []) is error
-
-
-def test_the_exit_of_a_rank_that_raised_is_no_second_failure() -> None:
-    """The exception of a rank explains its exit code."""
-    error = error_of([raised(0, 1.0)], [exited(0, 0.5, exitcode=1)])
-    assert str(error) == "of 0"
+    assert error_of(explained, lost_connection(1, 1.0)) is error
 
 
 def test_a_rank_stopped_from_outside_is_the_cause() -> None:
     """A SIGTERM that the agent did not send comes before the others are stopped."""
-    error = error_of([lost_connection(0, 2.0), stopped(1, 1.0), stopped(2, 2.5)], [])
+    error = error_of(lost_connection(0, 2.0), stopped(1, 1.0), stopped(2, 2.5))
     assert (error.rank, error.signal_name) == (1, "SIGTERM")
 
 
 def test_sys_exit_is_a_worker_error_with_its_code() -> None:
     """SystemExit itself would end the caller without a message."""
-    error = error_of([raised(0, 1.0, SystemExit(3)), stopped(1, 2.0)], [])
+    error = error_of(raised(0, 1.0, SystemExit(3)), stopped(1, 2.0))
     assert isinstance(error, WorkerError)
     assert error.exitcode == 3
-    assert error_of([raised(0, 1.0, SystemExit("bye"))], []).exitcode == 1
+    assert error_of(raised(0, 1.0, SystemExit("bye"))).exitcode == 1
     assert not was_stopped(raised(0, 1.0, SystemExit(3)))
 
 
@@ -133,7 +127,7 @@ def test_sys_exit_is_a_worker_error_with_its_code() -> None:
 )
 def test_an_exit_code_is_described(exitcode: int, name: str | None, text: str) -> None:
     """A negative one is a signal."""
-    error = error_of([], [exited(0, 1.0, exitcode=exitcode)])
+    error = error_of(exited(0, 1.0, exitcode=exitcode))
     assert error.signal_name == name
     assert str(error).startswith(f"rank 0 on host0 {text}\n")
 
@@ -141,13 +135,13 @@ def test_an_exit_code_is_described(exitcode: int, name: str | None, text: str) -
 def test_many_ranks_are_one_line() -> None:
     """A thousand stopped ranks are listed as ranges; those that differ have their own entry."""
     outcomes = [raised(5, 1.0), Outcome(7, "host7", 107, value=1), *(stopped(rank, 2.0) for rank in range(8, 500))]
-    line = error_of(outcomes, [exited(3, 2.0, exitcode=7)], world_size=1000).__notes__[-1]
+    line = error_of(*outcomes, exited(3, 2.0, exitcode=7), world_size=1000).__notes__[-1]
     assert line == "the others: ranks 0-2, 4, 6, 8-999: stopped; rank 3: ended with exit code 7; rank 7: had returned"
 
 
 def test_earlier_attempts_are_noted() -> None:
     """After restarts, the error of each attempt has one line."""
-    error = caller_exception([raised(0, 1.0)], [], world_size=1, earlier=[KeyError("a"), OSError()])
+    error = caller_exception([raised(0, 1.0)], world_size=1, earlier=[KeyError("a"), OSError()])
     assert error.__notes__[-3:] == [
         "no other rank exists",
         "attempt 0 had failed with KeyError: 'a'",
@@ -160,7 +154,7 @@ def test_the_last_lines_of_a_killed_rank_are_shown(tmp_path: Path) -> None:
     (tmp_path / "rank1.out").write_text("".join(f"line {number}\n" for number in range(100)))
     (tmp_path / "rank1.err").write_text("Fatal Python error\n")
     (tmp_path / "rank11.out").write_text("another rank\n")
-    error = caller_exception([], [dataclasses.replace(exited(1, 1.0), output=read_output(tmp_path, 1))], world_size=2)
+    error = error_of(exited(1, 1.0, output=read_output(tmp_path, 1)), world_size=2)
     lines = error.__notes__[0].splitlines()
     assert lines == ["last lines of rank 1:", *(f"line {number}" for number in range(80, 100)), "Fatal Python error"]
 
@@ -185,7 +179,7 @@ class FrozenError(Exception):
 def test_an_exception_whose_class_refuses_notes_has_them(kind: type[Exception]) -> None:
     """The caller's `except` finds it by its type."""
     own = kind("full")
-    error = error_of([raised(2, 1.0, own)], [])
+    error = error_of(raised(2, 1.0, own))
     assert error is own
     assert error.__notes__[0] == "rank 2 of 4 on host2 (pid 102) raised it:"
     assert error.__notes__[-1].startswith("the others: ")
@@ -198,7 +192,7 @@ class UnprintableError(Exception):
 
 def test_an_unprintable_exception_of_another_rank_is_listed() -> None:
     """Its type is shown where its text cannot be."""
-    error = error_of([raised(0, 1.0), raised(1, 2.0, UnprintableError(), "")], [], world_size=2)
+    error = error_of(raised(0, 1.0), raised(1, 2.0, UnprintableError(), ""), world_size=2)
     assert str(error) == "of 0"
     assert error.__notes__[-1].startswith("the others: rank 1: UnprintableError: (no text: its __str__ raised")
 
@@ -209,7 +203,7 @@ def test_an_unprintable_exception_of_another_rank_is_listed() -> None:
 )
 def test_the_fix_names_the_usual_reason_of_a_signal(number: signal.Signals, named: str) -> None:
     """NCCL's watchdog aborts the process; a full /dev/shm ends it in the middle of a write."""
-    error = error_of([], [exited(1, 1.0, -number)])
+    error = error_of(exited(1, 1.0, -number))
     assert isinstance(error, WorkerError)
     assert error.signal_name == number.name
     assert named in error.faults[0].fix
@@ -217,7 +211,7 @@ def test_the_fix_names_the_usual_reason_of_a_signal(number: signal.Signals, name
 
 def test_of_another_ranks_error_the_first_line_is_shown_to_120_characters() -> None:
     """A longer text would hide the ranks after it."""
-    error = error_of([raised(0, 1.0), raised(1, 2.0, ValueError("x" * 121)), raised(2, 2.0, KeyError())], [], 3)
+    error = error_of(raised(0, 1.0), raised(1, 2.0, ValueError("x" * 121)), raised(2, 2.0, KeyError()), world_size=3)
     assert error.__notes__[-1] == f"the others: rank 1: ValueError: {'x' * 120}; rank 2: KeyError"
 
 
@@ -230,10 +224,9 @@ def test_data_of_another_size_is_an_error_of_all_ranks() -> None:
         '\nThread 0x1 (most recent call first):\n  File "/u/train.py", line 7 in train\n'
     )
     trace = f'Traceback (most recent call last):\n  File "/u/train.py", line 3, in train\n{GLOO}\n'
-    aborted = dataclasses.replace(exited(1, 1.0, -6), output=("", err))
-    error = error_of([raised(0, 2.0, RuntimeError(GLOO), trace)], [aborted])
+    error = error_of(raised(0, 2.0, RuntimeError(GLOO), trace), exited(1, 1.0, -6, ("", err)), world_size=2)
     assert isinstance(error, SyncError)
     what, why, _ = str(error).splitlines()
-    assert what.endswith("than its collective expects: rank 0 was at train.py:3; rank 1 was at train.py:7")
+    assert what.endswith("rank 1 received data of another size than its collective expects, at train.py:7")
     assert why.endswith(f"({mismatch})")
-    assert error.__notes__[0] == "rank 1 on host1 (pid 101) was ended by gloo"
+    assert error.__notes__ == ["the others: rank 0: lost the connection at train.py:3"]
