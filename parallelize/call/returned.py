@@ -126,9 +126,9 @@ def data_of(name: str, item: object) -> dict[str, object]:
 def unreturned_warning(outcomes: Sequence[Any]) -> list[str]:
     """Return the warning that names what does not come back from rank 0, or from other ranks; none if all does."""
     names, own = outcomes[0].unreturned, repr(outcomes[0].value)
-    others = {text for each in outcomes[1:] for text in each.unreturned} - {own}
-    if others:
-        what = f"rank 0 returned {own}, and rank 1 {min(others)}: each evaluated its own samples"
+    other = next((each for each in outcomes if each.evaluated not in (None, own)), None)
+    if other is not None:
+        what = f"rank 0 returned {own}, and rank {other.rank} {other.evaluated}: each evaluated its own samples"
         return [f"{what}; loader.mean(values) and all_reduce(value, 'mean') are over all ranks"]
     if not names:
         return []

@@ -132,8 +132,8 @@ class Outcome:
         traceback: the worker's traceback as text; "" if the function returned.
         failed_at: time of the exception in seconds since the epoch, taken before any teardown; inf: there was none.
         states: states of what the call trained, by their index in Task.stateful; rank 0 only.
-        unreturned: names of other things that the call changed; of other ranks, the number that was returned, if the
-            function has evaluated.
+        unreturned: names of other things that the call changed; rank 0 only.
+        evaluated: the number that the function returned, as text, if it has evaluated this rank's samples.
     """
 
     rank: int
@@ -145,6 +145,7 @@ class Outcome:
     failed_at: float = torch.inf
     states: Mapping[int, Any] = field(default_factory=dict)
     unreturned: Sequence[str] = ()
+    evaluated: str | None = None
 
     @classmethod
     def returned(cls, world: World, value: object, **others: Any) -> Outcome:

@@ -186,8 +186,8 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
                 torch.accelerator.synchronize(device)  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
             found = changes.found() if changes else {}
-            if not (world.is_main or task.all_ranks) and EVALUATES in runtime.flags and type(value) in (int, float):
-                found = {"unreturned": [repr(value)]}
+            if not task.all_ranks and EVALUATES in runtime.flags and type(value) in (int, float):
+                found["evaluated"] = repr(value)
             _write(Outcome.returned(world, returned, **found), shutdown.path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.exit is not None:  # the group may be interrupted

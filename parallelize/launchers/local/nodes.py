@@ -18,7 +18,6 @@ A call meets those that wait for it now, so a node whose call has failed alone m
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import socket
@@ -27,18 +26,18 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
 from typing import Any
 
-from parallelize.call.task import Outcome, Task
+from parallelize.call.task import Task
 from parallelize.cluster.network import is_local_address, loopback
 from parallelize.cluster.store import listen, serve_store
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError
 
-__all__ = ["Nodes", "Report"]
+__all__ = ["Nodes"]
 
 _ASK_EVERY_S = 0.1
 _REFUSED_FOR_S = 10.0  # node 0 may take this long to leave its last call
@@ -47,21 +46,6 @@ _POLL_EVERY_S = 0.05  # waits are short, so that signal handlers run
 _GONE = (EOFError, OSError, AuthenticationError)
 
 _Message = tuple[str, int, Any]  # what is said, of which node, its value
-
-
-@dataclass
-class Report:
-    """How the workers of one node have ended.
-
-    Args:
-        has_returned: whether all have returned.
-        outcomes: rank -> outcome, as a file of this node, or as bytes if there are other nodes.
-        ended: outcomes of workers that have ended without writing one.
-    """
-
-    has_returned: bool
-    outcomes: dict[int, Any]
-    ended: list[Outcome] = field(default_factory=list)
 
 
 class Nodes:
@@ -133,11 +117,14 @@ class Nodes:
         """Tell all nodes that the call has failed."""
         self._say("stop", self.node_rank)
 
-    def exchange(self, report: Report) -> list[Report]:
-        """Return the reports of all nodes; wait for them until a node is lost."""
+    def exchange(self, report: Mapping[int, Any]) -> list[Mapping[int, Any]]:
+        """Return the reports of all nodes; wait for them until a node is lost.
+
+        Args:
+            report: rank -> outcome, or a file with it, of this node; of other nodes, files are bytes.
+        """
         if self._num_nodes > 1:
-            files = {rank: path.read_bytes() for rank, path in report.outcomes.items()}
-            report = dataclasses.replace(report, outcomes=files)
+            report = {rank: each.read_bytes() if isinstance(each, Path) else each for rank, each in report.items()}
         self._say("report", self.node_rank, report)
         found, lost, nodes = self._heard["report"], self._heard["lost"], set(range(self._num_nodes))
         # Without node 0 none is heard, and a node that the others have given up waits for none.

@@ -13,7 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from parallelize.call.returned import restore
 from parallelize.call.task import Outcome, Task
@@ -24,7 +26,7 @@ from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError
 from parallelize.launchers.failures import caller_exception
 from parallelize.launchers.local.debugger import Keyboard, open_keyboard
-from parallelize.launchers.local.nodes import Nodes, Report
+from parallelize.launchers.local.nodes import Nodes
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
 from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open_standard_streams, rank_file
 from parallelize.launchers.stop_signals import StopRequested, StopSignals
@@ -73,7 +75,7 @@ class LocalLauncher(Launcher):
             environ: the caller's variables, passed on to the workers.
 
         Returns:
-            The outcomes in rank order, on every node: of all ranks or of the first two, as `task.all_ranks` specifies.
+            The outcomes of all ranks, in rank order, on every node.
 
         Raises:
             BaseException: the exception of the first rank to fail, with rank, host and traceback as notes.
@@ -115,24 +117,23 @@ class LocalLauncher(Launcher):
                 setup = WorkerSetup.capture(task.layout, folder=str(folder), environ=variables)
                 setup = replace(setup, has_keyboard=keyboard is not None)
                 reports = self._run(task, setup, nodes, signals, keyboard)
-            sources = {rank: source for report in reports for rank, source in report.outcomes.items()}
-            outcomes = [Outcome.read(source) for _, source in sorted(sources.items())]
-            outcomes += [each for report in reports for each in report.ended]
+            found = sorted((pair for report in reports for pair in report.items()), key=itemgetter(0))
+            outcomes = [each if isinstance(each, Outcome) else Outcome.read(each) for _, each in found]
         have_reported = len(reports) == task.layout.num_nodes  # a node may leave after its report
-        if have_reported and all(each.has_returned for each in reports):
+        is_failed = any(each.error for each in outcomes)
+        if have_reported and len(outcomes) == task.layout.world_size and not is_failed:
             if signals.is_interrupted:  # the KeyboardInterrupt goes on, and what was trained comes back
                 restore(task.stateful, outcomes[0].states)
             return outcomes, None
-        error = None
-        if any(each.error for each in outcomes):
-            error = caller_exception(outcomes, world_size=task.layout.world_size, earlier=earlier)
+        world_size = task.layout.world_size
+        error = caller_exception(outcomes, world_size=world_size, earlier=earlier) if is_failed else None
         if error is None or not have_reported:
             raise nodes.lost_error() from error
         return [], error
 
     def _run(
         self, task: Task, setup: WorkerSetup, nodes: Nodes, signals: StopSignals, keyboard: Keyboard | None
-    ) -> list[Report]:
+    ) -> list[Mapping[int, Any]]:
         """Run the workers of this node, and show their output; return how those of all nodes have ended."""
         port, logs, size = nodes.start(), task.layout.config.logs, task.layout.local_world_size
         worlds = [
@@ -155,7 +156,7 @@ class LocalLauncher(Launcher):
             with announced(what):
                 workers = Workers(setup, worlds, folder, start_method=self.start_method or "forkserver")
             try:
-                return nodes.exchange(_watched(workers, nodes, signals, keyboard, all_ranks=task.all_ranks))
+                return nodes.exchange(_watched(workers, nodes, signals, keyboard))
             finally:
                 workers.end(0.0 if signals.is_interrupted else STOP_GRACE_S)
 
@@ -184,9 +185,9 @@ def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:
 
 
 def _watched(
-    workers: Workers, nodes: Nodes, signals: StopSignals, keyboard: Keyboard | None, *, all_ranks: bool
-) -> Report:
-    """Wait for the end of the workers of this node; return how they have ended."""
+    workers: Workers, nodes: Nodes, signals: StopSignals, keyboard: Keyboard | None
+) -> dict[int, Path | Outcome]:
+    """Wait for the end of the workers of this node; return their outcomes."""
 
     def is_stopped() -> bool:
         if keyboard is not None:
@@ -196,15 +197,12 @@ def _watched(
     signals.interrupt = workers.interrupt
     has_returned = workers.watch(is_stopped)
     signals.interrupt = None
-    ended = []
     if not has_returned:
         nodes.stop()
-        ended = workers.stop()
+        workers.stop()
         if signals.is_interrupted:  # and the function has not returned
             raise StopRequested
-    found = workers.outcomes()
-    wanted = {rank: path for rank, path in found.items() if rank < 2 or all_ranks or not has_returned}
-    return Report(has_returned, wanted, ended)
+    return workers.outcomes()
 
 
 def worker_environ(

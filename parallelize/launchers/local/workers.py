@@ -104,18 +104,17 @@ class Workers:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
 
-    def outcomes(self) -> dict[int, Path]:
-        """Return the outcome files of the ranks that have written one."""
+    def outcomes(self) -> dict[int, Path | Outcome]:
+        """Return the outcome of each rank that has written one, as a file, or has ended without one."""
         paths = {rank: next(filter(Path.exists, outcome_paths(self._folder, rank)), None) for rank in self._ranks}
-        return {rank: path for rank, path in paths.items() if path is not None}
+        ended = {each.rank: each for each in self._ended}
+        return {**ended, **{rank: path for rank, path in paths.items() if path is not None}}
 
-    def stop(self) -> list[Outcome]:
-        """End the workers after a failure; return the outcomes of those that have ended without writing one."""
+    def stop(self) -> None:
+        """End the workers after a failure."""
         self.end(STOP_GRACE_S)
         # Look again: peers fail on the closed connections of a killed worker before its exit is visible here.
-        known, written = {each.rank: each for each in self._failed(_SIGTERM_EXIT_CODES)}, self.outcomes()
-        known |= {each.rank: each for each in self._ended}
-        return [each for rank, each in known.items() if rank not in written]
+        self._ended = [*self._failed(_SIGTERM_EXIT_CODES), *self._ended]
 
     def end(self, grace_s: float = 0.0) -> None:
         """End all workers, with time for their `finally` blocks, and what they have started; once."""

@@ -259,6 +259,14 @@ def test_changes_are_named(name: str) -> None:
     assert changes.found()["unreturned"] == names
 
 
+def test_a_number_of_any_other_rank_is_named() -> None:
+    """Each rank has evaluated its own samples; equal numbers are of all."""
+    outcomes = [Outcome(rank, "host", 1, 0.5, evaluated="0.5") for rank in range(2)]
+    assert unreturned_warning(outcomes) == []
+    [text] = unreturned_warning([*outcomes, Outcome(2, "host", 1, None, evaluated="0.7")])
+    assert text.startswith("rank 0 returned 0.5, and rank 2 0.7: each evaluated its own samples")
+
+
 def test_the_warning_names_five() -> None:
     """One warning for all."""
     assert unreturned_warning([Outcome.returned(World(), 1)]) == []
