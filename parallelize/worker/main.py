@@ -18,7 +18,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -46,6 +45,7 @@ from parallelize.worker.debugger import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
 
 __all__ = [
+    "LEAVE_GRACE_S",
     "WorkerSetup",
     "active_run",
     "call_function",
@@ -53,12 +53,12 @@ __all__ = [
     "refuse_during_task_load",
     "run",
     "task_path",
-    "threads_path",
     "unbuffer_output",
 ]
 
 _log = logging.getLogger("parallelize")
 
+LEAVE_GRACE_S = 5.0  # after the function has returned: time for threads and `atexit` functions
 _POST_MORTEM = "PARALLELIZE_POST_MORTEM"
 
 _is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
@@ -107,11 +107,6 @@ def outcome_paths(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"outcome.{rank}", folder / f"error.{rank}"
 
 
-def threads_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file with the names of the threads that a rank's function has left."""
-    return folder / f"threads.{rank}"
-
-
 def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None:
     """Run the task in a new worker process, which leads a process group.
 
@@ -147,8 +142,7 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
             populate_main(task.function)
             pickle_main_by_value()
             _perform(task, world, shutdown, setup)
-        left = [each.name for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
-        threads_path(folder, world.rank).write_text(", ".join(left))
+        faulthandler.dump_traceback_later(LEAVE_GRACE_S, exit=True)
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
 

@@ -487,7 +487,7 @@ def leave_badly(way: str) -> int:
     ("way", "text"),
     [
         ("exit", "the process of rank 1 ended with code 3 after the call had its values"),
-        ("thread", "the process of rank 0 is ended 5 s after the call had its values"),
+        ("thread", "the process of rank 0 ended with code 1 after the call had its values"),
     ],
 )
 def test_what_happens_after_the_values_is_logged(way: str, text: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,17 +20,18 @@ from pathlib import Path
 from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
 from parallelize.errors import LaunchError
+from parallelize.hang_detection.stack_frames import call_site_in
 from parallelize.launchers.failures import ended
 from parallelize.launchers.local.fork_server import connect, kill_group
 from parallelize.launchers.output import rank_file, read_output
-from parallelize.worker.main import WorkerSetup, outcome_paths, run, threads_path
+from parallelize.worker.main import LEAVE_GRACE_S, WorkerSetup, outcome_paths, run
 
 __all__ = ["STOP_GRACE_S", "Workers"]
 
 _LOOK_EVERY_S = 0.05  # at other nodes, at signals, and at the outcomes of workers that do not end
 STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks of the other workers
 INTERRUPT_GRACE_S = 30.0  # after Ctrl-C: time for what the function does with a KeyboardInterrupt, such as to save
-_LEAVE_GRACE_S = 5.0  # after the last outcome: time for threads and `atexit` functions
+_LEAVE_TIMEOUT_S = 2 * LEAVE_GRACE_S  # after the last outcome
 _KILL_TIMEOUT_S = 15.0  # a driver takes seconds to free the memory of a process
 _SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -92,7 +93,7 @@ class Workers:
                 return False
             if not all(self._has_returned(rank) for rank in self._ranks):
                 continue
-            leave_by = leave_by or time.monotonic() + _LEAVE_GRACE_S
+            leave_by = leave_by or time.monotonic() + _LEAVE_TIMEOUT_S
             if None not in self._exitcodes or time.monotonic() > leave_by:
                 self._report_ends()
                 return True
@@ -166,13 +167,10 @@ class Workers:
         ]
 
     def _report_ends(self) -> None:
-        """Log what ended processes, or keeps them, after their outcomes were written."""
+        """Log what ended processes after their outcomes were written."""
+        text = "the process of rank %d ended with code %s after the call had its values: %s"
         for rank, exitcode in zip(self._ranks, self._exitcodes, strict=True):
-            how, why = f"ended with code {exitcode}", read_output(self._output, rank)[1].strip().rpartition("\n")[2]
-            if exitcode is None:
-                threads = threads_path(self._folder, rank)
-                names = threads.read_text() if threads.exists() else ""
-                how, why = f"is ended {_LEAVE_GRACE_S:g} s", f"it waits for threads that the function started: {names}"
-                why = why if names else "it does not end"
+            err = read_output(self._output, rank)[1].strip()
+            last = err.rpartition("\n")[2]
             if exitcode != 0:
-                _log.warning("the process of rank %d %s after the call had its values: %s", rank, how, why)
+                _log.warning(text, rank, exitcode, call_site_in(err) if "(most recent call first)" in err else last)

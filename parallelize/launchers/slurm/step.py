@@ -9,7 +9,6 @@ FOLDER/rank<rank>.out   output of a rank that is not shown, and .err
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import os
 import sys
 import types
@@ -24,8 +23,6 @@ from parallelize.cluster.world import World
 from parallelize.worker.main import WorkerSetup, run, task_path
 
 __all__ = ["write_call"]
-
-_LEAVE_GRACE_S = 5.0  # after the function has returned: time for threads and `atexit` functions
 
 
 def write_call(task: Task, folder: Path) -> None:
@@ -48,7 +45,6 @@ def _main(folder: Path) -> None:
     world = detect(os.environ) or World()
     setup = dataclasses.replace(setup, folder=str(folder), environ=dict(os.environ))
     run(setup, world, files=None)
-    faulthandler.dump_traceback_later(_LEAVE_GRACE_S, exit=True)
 
 
 if __name__ == "__main__":
