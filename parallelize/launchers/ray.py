@@ -13,7 +13,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import secrets
-import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallelize.call.task import Outcome, Task
+from parallelize.cluster.store import listen
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError, MissingDependencyError, WorkerError
 from parallelize.launchers.batch_launcher import BatchJob, BatchLauncher, NodeCall, outcomes_of
@@ -188,7 +188,7 @@ class _NodeActor:
         import ray
 
         address = str(ray.util.get_node_ip_address())
-        with socket.create_server((address, 0)) as free:
+        with listen(address, 0) as free:
             return address, int(free.getsockname()[1])
 
     def run(self, call: NodeCall, address: tuple[str, int], node: int) -> bytes:

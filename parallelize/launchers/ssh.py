@@ -39,6 +39,7 @@ from parallelize.call.reachable import is_user_code
 from parallelize.call.returned import restore
 from parallelize.call.settings import handle_records
 from parallelize.call.task import Outcome, Task
+from parallelize.cluster.store import listen
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
@@ -280,7 +281,7 @@ def _versions() -> dict[str, str]:
 def _address() -> tuple[str, int]:
     """Return the address at which the caller has reached this host, and a free port there."""
     address = os.environ["SSH_CONNECTION"].split()[2]  # client, its port, server, its port
-    with socket.create_server((address, 0), family=socket.getaddrinfo(address, 0)[0][0]) as free:
+    with listen(address, 0) as free:
         return address, int(free.getsockname()[1])
 
 
