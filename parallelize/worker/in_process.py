@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
-from parallelize.config.layout import Layout
 from parallelize.runtime.context import current
 from parallelize.runtime.rng import RNGState
 from parallelize.worker.main import active_run, call_function
@@ -46,18 +44,10 @@ def gather_values(value: object) -> list[Any]:
 
 def run_in_this_process(task: Task) -> Any:
     """Run a single-device task in the calling process, so that debuggers and profilers work."""
-    with _restore_rng_states(task.layout), active_run(task.layout, World()):
+    devices = task.layout.indices if task.layout.device_type == "cuda" else ()
+    # A call in other processes would not change the states of random generators.
+    with torch.random.fork_rng(devices=devices), contextlib.ExitStack() as restored:
+        restored.callback(RNGState(None).restore)
+        restored.enter_context(active_run(task.layout, World()))
         value = call_function(task)
     return [value] if task.all_ranks else value
-
-
-@contextlib.contextmanager
-def _restore_rng_states(layout: Layout) -> Iterator[None]:
-    """Restore the global RNG states after the block, because a call in other processes would not change them."""
-    python = RNGState(None)
-    indices = layout.indices if layout.device_type == "cuda" else ()
-    with torch.random.fork_rng(devices=indices):
-        try:
-            yield
-        finally:
-            python.restore()
