@@ -57,7 +57,7 @@ class OutputTail:
 
     Args:
         path: the file; may not exist yet.
-        to: the stream; None: the text is not shown, or this process has no such stream.
+        to: the stream; None: this process has no such stream.
         prefix: added to each line; "": text is copied unchanged, which keeps progress bars intact.
     """
 

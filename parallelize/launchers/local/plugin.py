@@ -177,9 +177,8 @@ class LocalLauncher(Launcher):
 def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:
     """Return what shows the output and the log records of a rank."""
     is_shown, prefix = rank == 0 or logs == "all", f"[rank {rank}] "
-    for stream, to in (("out", sys.stdout), ("err", sys.stderr)):
-        path = rank_file(folder, rank, stream)
-        yield OutputTail(path, to if is_shown else None, prefix if logs == "all" else "")
+    for stream, to in (("out", sys.stdout), ("err", sys.stderr)) if is_shown else ():
+        yield OutputTail(rank_file(folder, rank, stream), to, prefix if logs == "all" else "")
     at_least = logging.NOTSET if is_shown else logging.WARNING
     yield RecordTail(rank_file(folder, rank, "log"), None, prefix, at_least=at_least)
 
