@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import sys
 import types
 from pathlib import Path
 
-import torch
-
-from parallelize.call.pickling import dump, load
 from parallelize.call.task import Task
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
@@ -35,12 +33,12 @@ def write_call(task: Task, folder: Path) -> None:
     task.write(task_path(folder))
     setup = WorkerSetup.capture(task.layout, folder="", environ={})
     sys_path = [str(Path(entry).resolve()) for entry in sys.path]
-    dump((setup, sys_path), folder / "setup", parts={})
+    (folder / "setup").write_bytes(pickle.dumps((setup, sys_path)))
 
 
 def _main(folder: Path) -> None:
     os.setsid()  # a process group, so that all processes started from here can be killed together
-    setup, sys.path[:] = load(folder / "setup", device=torch.device("cpu"))
+    setup, sys.path[:] = pickle.loads((folder / "setup").read_bytes())
     sys.modules["__main__"] = types.ModuleType("__main__")  # gets the names of the caller's script
     world = detect(os.environ) or World()
     setup = dataclasses.replace(setup, folder=str(folder), environ=dict(os.environ))
