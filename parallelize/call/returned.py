@@ -147,21 +147,16 @@ def restore(objects: Sequence[Any], states: Mapping[int, Any]) -> list[str]:
     """
     problems = []
     for index, state in states.items():
-        name = type(objects[index]).__name__
         try:
             missing = _write(objects[index], *state)
         except Exception as exc:  # noqa: BLE001 - a user's class may raise anything
+            missing = [f"its state ({exc})"]
+        if missing:
             problems.append(
-                f"the state of {name} after the call does not fit the caller's ({exc}): not copied "
-                "back; return its state from the function"
+                f"{type(objects[index]).__name__}: {', '.join(missing)} changed shape or name in the "
+                "call, stayed sharded (restore=False) or cannot be overwritten: not copied back; "
+                "return the object from the function, or its state"
             )
-        else:
-            if missing:
-                problems.append(
-                    f"{name}: {', '.join(missing)} changed shape or name in the call, stayed sharded "
-                    "(restore=False) or cannot be overwritten: not copied back; return the module "
-                    "from the function to get its trained weights"
-                )
     return problems
 
 
