@@ -92,7 +92,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if isinstance(obj, BaseException) and kind.__reduce__ is _builtin_base(kind).__reduce__:
             reduced: Any = obj.__reduce__()
             return _rebuild_exception, (kind, reduced[1]), *reduced[2:]
-        if hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__"):
+        if hasattr(kind, "__getattr__") and not (hasattr(kind, "__setstate__") or is_a(obj, type)):
             # Unpickled without a look at its attributes: __getattr__ may need others.
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             has_attributes = any(type(each) is dict for each in reduced[2:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import math
@@ -195,6 +196,18 @@ def test_an_object_whose_getattr_needs_its_attributes(tmp_path: Path) -> None:
     loaded: Any = round_trip(Delegating(), tmp_path)
     assert loaded.lr == 1
     assert loaded.values["self"] is loaded
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def test_enumerations(tmp_path: Path) -> None:
+    """By name or by value; until Python 3.11 their class has a __getattr__."""
+    assert round_trip(Color.RED, tmp_path) is Color.RED
+    own = enum.Enum("Own", ["A", "B"])
+    loaded: Any = round_trip([own, own.B], tmp_path)
+    assert loaded[1] is loaded[0].B
 
 
 def test_functions_keep_their_file_and_lines(tmp_path: Path) -> None:
