@@ -70,6 +70,7 @@ def _ipv4_address(interface: str) -> str | None:
     return None
 
 
+@functools.cache
 def gloo_interface(address: str) -> str | None:
     """Return the interface to set as GLOO_SOCKET_IFNAME for connections to `address`; None: gloo finds it itself.
 

@@ -61,6 +61,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[
     try:
         with (
             _timeout_of_new_groups(torch_timeout),
+            _gloo_interface(_reachable(world)),  # of groups that the user makes, too
             _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
             replace_group_functions(),
         ):
@@ -236,7 +237,7 @@ def _gloo_interface(world: World) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[name]
+        os.environ.pop(name, None)
 
 
 def _store(world: World, timeout: timedelta) -> dist.Store:

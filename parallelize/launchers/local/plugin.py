@@ -20,7 +20,7 @@ from typing import Any
 from parallelize.call.returned import restore
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.devices import MASKS, compose_visible_devices
-from parallelize.cluster.network import gloo_interface, resolvable_address
+from parallelize.cluster.network import resolvable_address
 from parallelize.cluster.world import Node, World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError
@@ -111,8 +111,7 @@ class LocalLauncher(Launcher):
             task.write(task_path(folder))
             keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
             with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
-                interface = None if node is None else gloo_interface(nodes.address)
-                variables = worker_environ(environ, task.layout, cores=_available_cores(), interface=interface)
+                variables = worker_environ(environ, task.layout, cores=_available_cores())
                 variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
                 setup = WorkerSetup.capture(task.layout, folder=str(folder), environ=variables)
                 setup = replace(setup, has_keyboard=keyboard is not None)
@@ -204,16 +203,13 @@ def _watched(
     return workers.outcomes()
 
 
-def worker_environ(
-    environ: Mapping[str, str], layout: Layout, *, cores: int, interface: str | None = None
-) -> dict[str, str]:
+def worker_environ(environ: Mapping[str, str], layout: Layout, *, cores: int) -> dict[str, str]:
     """Return the environment variables for all workers of this node; rank variables are not included.
 
     Args:
         environ: the caller's variables; only CUDA_VISIBLE_DEVICES is overwritten.
         layout: the processes of the node.
         cores: processor cores that this node's processes may use.
-        interface: network interface to the other nodes; None: gloo chooses one.
     """
     changed = dict(environ)
     mask = MASKS.get(layout.device_type)
@@ -222,8 +218,6 @@ def worker_environ(
     changed["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, cores // layout.local_world_size))
     if sys.stderr is not None and sys.stderr.isatty():  # for progress bars
         changed.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
-    if interface is not None:
-        changed.setdefault("GLOO_SOCKET_IFNAME", interface)
     return changed
 
 

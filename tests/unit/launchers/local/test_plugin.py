@@ -49,12 +49,7 @@ def test_threads_are_a_share_of_the_cores(set_to: str | None, cores: int, thread
 
 
 def test_variables_of_the_user_stay() -> None:
-    """GLOO_SOCKET_IFNAME and COLUMNS in the environment are not overwritten."""
-    before = {"GLOO_SOCKET_IFNAME": "ib0", "COLUMNS": "50", "HOME": "/home/me"}
-    environ = worker_environ(before, on_cpu(2), cores=2, interface="eth0")
+    """COLUMNS in the environment is not overwritten."""
+    before = {"COLUMNS": "50", "HOME": "/home/me"}
+    environ = worker_environ(before, on_cpu(2), cores=2)
     assert {name: environ[name] for name in before} == before
-
-
-def test_the_interface_is_passed_on() -> None:
-    """GLOO_SOCKET_IFNAME is set for gloo."""
-    assert worker_environ({}, on_cpu(2), cores=2, interface="eth0")["GLOO_SOCKET_IFNAME"] == "eth0"
