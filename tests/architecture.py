@@ -102,7 +102,7 @@ ROOMS: Mapping[str, int] = {
     "config": 5_753,
     "data": 11_498,
     "hang_detection": 4_500,
-    "launchers": 16_739,
+    "launchers": 16_720,
     "plugins": 1_545,
     "precision": 6_986,
     "runtime": 11_557,

@@ -10,7 +10,6 @@ caller      outcomes, or the exception of the first    output, as Ray shows that
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import secrets
 import sys
@@ -95,39 +94,41 @@ class _RayJob(BatchJob[Any]):
         self.state, self._layout, self._launcher, self._shows = "PENDING", task.layout, launcher, shows
         self._ray = _connected(launcher.address)
         self._call = NodeCall.of(task)
-        self._future, self._is_cancelled = concurrent.futures.Future[list[Outcome]](), threading.Event()
-        threading.Thread(target=self._run, name="parallelize-ray", daemon=True).start()
+        self._found: list[Outcome] | BaseException = []
+        self._is_cancelled = False
+        self._thread = threading.Thread(target=self._run, name="parallelize-ray", daemon=True)
+        self._thread.start()
 
     def done(self) -> bool:
         """Return whether the job has ended."""
-        return self._future.done()
+        return not self._thread.is_alive()
 
     def cancel(self) -> None:
         """Stop the job, waiting or running; do nothing if it has ended."""
-        self._is_cancelled.set()
-        concurrent.futures.wait([self._future])
+        self._is_cancelled = True
+        self._thread.join()
 
     def _wait(self, timeout_s: float | None) -> list[Outcome]:
-        if not concurrent.futures.wait([self._future], timeout_s).done:
+        self._thread.join(timeout_s)
+        if not self.done():
             raise TimeoutError(f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}")
-        return self._future.result()
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
 
     def _run(self) -> None:
         """Make the call, again after a node was lost; in a thread of its own."""
         most = self._layout.config.max_restarts
         for restart in range(1, most + 2):
             try:
-                outcomes = self._attempt()
+                self._found = self._attempt()
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for the result
+                self._found = error
                 if isinstance(error, LaunchError) and restart <= most:
                     _log.warning("restart %d of %d after LaunchError: %s", restart, most, error)
                     continue
-                self._show("CANCELLED" if self._is_cancelled.is_set() else "FAILED")
-                self._future.set_exception(error)
-            else:
-                self._show("COMPLETED")
-                self._future.set_result(outcomes)
-            return
+            break
+        self._show("COMPLETED" if isinstance(self._found, list) else "CANCELLED" if self._is_cancelled else "FAILED")
 
     def _attempt(self) -> list[Outcome]:
         """Run the call on actors of its own; return the outcomes, or raise what has ended it."""
@@ -155,7 +156,7 @@ class _RayJob(BatchJob[Any]):
             address = actors[0].rendezvous.remote()
             runs = [each.run.remote(self._call, address, node) for node, each in enumerate(actors)]
             while not ray.wait(runs, timeout=_POLL_EVERY_S)[0]:
-                if self._is_cancelled.is_set():
+                if self._is_cancelled:
                     what = f"job {self.id} was cancelled and left no result"
                     raise WorkerError(what, why="by cancel() or Ctrl-C", fix="submit it again")
                 if ray.wait([address], timeout=0)[0]:
