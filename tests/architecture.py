@@ -97,7 +97,7 @@ ROOMS: Mapping[str, int] = {
     "call": 9_834,
     "checkpoint": 8_982,
     "cli": 3_129,
-    "cluster": 3_413,
+    "cluster": 3_381,
     "comparison": 1_561,
     "config": 5_753,
     "data": 11_498,

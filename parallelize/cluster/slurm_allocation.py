@@ -38,9 +38,6 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     if not job_id:
         return None
     # A one-task step inside a large job (an interactive shell) has one node, however many the job has.
-    nodes = _first_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    return Allocation(job_id, nodes or 1, _first_number(environ, "SLURM_GPUS_ON_NODE"))
-
-
-def _first_number(environ: Mapping[str, str], *names: str) -> int | None:
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)
+    nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
+    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+    return Allocation(job_id, int(nodes), int(gpus) if gpus.isdecimal() else None)
