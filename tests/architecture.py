@@ -94,7 +94,7 @@ ROOMS: Mapping[str, int] = {
     "backends": 9_707,
     "backends/balanced": 15_500,
     "block": 8_034,
-    "call": 9_834,
+    "call": 9_838,
     "checkpoint": 8_982,
     "cli": 3_129,
     "cluster": 3_381,

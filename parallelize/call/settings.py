@@ -116,7 +116,7 @@ def _set_filters(filters: list[tuple[Any, ...]]) -> None:
 
 def _seed_torch(state: tuple[int, Any]) -> None:
     torch.manual_seed(state[0])  # accelerators' generators, too
-    torch.set_rng_state(torch.tensor(state[1]))
+    torch.set_rng_state(torch.from_numpy(state[1].copy()))
 
 
 _Table = Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
