@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,9 @@ class WorkerSetup:
         logs: the caller's loggers.
         settings: the caller's settings of torch, warnings and random numbers.
         sources: lines of code that is in no file, such as a notebook's cells, as `linecache` keeps them.
+        path: the caller's sys.path.
+        argv: the caller's sys.argv.
+        authkey: the caller's key for connections of multiprocessing, such as those of a manager.
         has_keyboard: whether the caller gives its keyboard to debuggers.
     """
 
@@ -86,6 +89,9 @@ class WorkerSetup:
     logs: LogSettings
     settings: Settings
     sources: Mapping[str, Any]
+    path: Sequence[str]
+    argv: Sequence[str]
+    authkey: bytes
     has_keyboard: bool = False
 
     @classmethod
@@ -94,7 +100,9 @@ class WorkerSetup:
         devices = tuple(driven[0] for driven in layout.renumbered().devices)
         start_method = multiprocessing.get_start_method(allow_none=True) or "fork"  # which keeps __main__
         sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
-        return cls(folder, environ, devices, start_method, LogSettings.capture(), Settings.capture(), sources)
+        logs, settings, authkey = LogSettings.capture(), Settings.capture(), multiprocessing.current_process().authkey
+        path = [str(Path(each).resolve()) for each in sys.path]
+        return cls(folder, environ, devices, start_method, logs, settings, sources, path, sys.argv, bytes(authkey))
 
 
 def task_path(folder: Path) -> Path:
@@ -246,7 +254,9 @@ def active_run(layout: Layout, world: World) -> Iterator[Runtime]:
 
 
 def _set_up_process(setup: WorkerSetup, world: World) -> None:
-    """Set up a process that the fork server has forked, as if the caller had started it by torchrun."""
+    """Set up a process that a launcher has started, as if the caller had started it by torchrun."""
+    sys.path[:], sys.argv[:] = setup.path, setup.argv
+    multiprocessing.current_process().authkey = setup.authkey
     os.environ.clear()
     os.environ.update({**setup.environ, **world.env(), "TORCHELASTIC_RUN_ID": f"{RUN_ID}{os.getpid()}"})
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": the first is the outer level

@@ -96,9 +96,9 @@ _start_lock = threading.Lock()
 def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
     """Return a connection to a process for one call, which starts the workers.
 
-    It gets a mapping that describes the caller, and for each worker a pickled tuple of a function and its arguments;
-    then, to end the workers, the seconds between SIGTERM and SIGKILL. It sends the workers' process ids and exit codes,
-    again for each exit.
+    It gets the call's folder, the caller's current one, and for each worker a pickled tuple of a function and its
+    arguments; then, to end the workers, the seconds between SIGTERM and SIGKILL. It sends the workers' process ids and
+    exit codes, again for each exit.
 
     Args:
         environ: variables of a fork server that has to be started: the first, after a fork of this process, or if those
@@ -208,10 +208,10 @@ def _serve_call(connection: Connection, control: socket.socket) -> None:
     control.close()
     server, fork = os.getppid(), multiprocessing.get_context("fork")
     try:
-        start, requests = connection.recv()
+        folder, cwd, requests = connection.recv()
     except (EOFError, OSError):  # the caller was interrupted
         return
-    workers = [fork.Process(target=_work, args=(connection, start, request)) for request in requests]
+    workers = [fork.Process(target=_work, args=(connection, cwd, request)) for request in requests]
     for each in workers:
         each.start()
     told, kill_at, is_alone = list[Any](), math.inf, False
@@ -242,16 +242,14 @@ def _serve_call(connection: Connection, control: socket.socket) -> None:
     for each in workers:
         each.join()
     if is_alone:
-        shutil.rmtree(start["folder"], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _work(connection: Connection, start: Mapping[str, Any], request: bytes) -> None:
+def _work(connection: Connection, cwd: str, request: bytes) -> None:
     """Be a worker: a process in which nothing is left of the fork server but what it has imported."""
     os.setsid()  # a new process group, so that all processes started from here can be killed together
     connection.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    sys.path[:], sys.argv[:] = start["path"], start["argv"]
-    os.chdir(start["cwd"])
-    multiprocessing.current_process().authkey = start["authkey"]
+    os.chdir(cwd)
     function, *arguments = pickle.loads(request)
     function(*arguments)

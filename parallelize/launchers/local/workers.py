@@ -6,12 +6,10 @@ A worker has returned once its outcome is written: what ends its process after t
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -62,17 +60,10 @@ class Workers:
         for world in worlds:
             files = tuple(str(rank_file(output, world.rank, stream)) for stream in ("out", "err"))
             requests.append(pickle.dumps((run, setup, world, files)))
-        start = {
-            "folder": setup.folder,
-            "path": [os.fspath(each) for each in sys.path],
-            "argv": sys.argv,
-            "cwd": str(Path.cwd()),
-            "authkey": bytes(multiprocessing.current_process().authkey),
-        }
         self._connection = connect(setup.environ, is_preloaded=start_method == "forkserver")
         try:
             with suppress(OSError):
-                self._connection.send((start, requests))
+                self._connection.send((setup.folder, str(Path.cwd()), requests))
             while not self._pids:
                 self._look(_LOOK_EVERY_S)
         except BaseException:

@@ -32,13 +32,12 @@ def write_call(task: Task, folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     task.write(task_path(folder))
     setup = WorkerSetup.capture(task.layout, folder="", environ={})
-    sys_path = [str(Path(entry).resolve()) for entry in sys.path]
-    (folder / "setup").write_bytes(pickle.dumps((setup, sys_path)))
+    (folder / "setup").write_bytes(pickle.dumps(setup))
 
 
 def _main(folder: Path) -> None:
     os.setsid()  # a process group, so that all processes started from here can be killed together
-    setup, sys.path[:] = pickle.loads((folder / "setup").read_bytes())
+    setup = pickle.loads((folder / "setup").read_bytes())
     sys.modules["__main__"] = types.ModuleType("__main__")  # gets the names of the caller's script
     world = detect(os.environ) or World()
     setup = dataclasses.replace(setup, folder=str(folder), environ=dict(os.environ))
