@@ -25,7 +25,6 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import reduction
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -395,21 +394,10 @@ def populate_main(function: Any) -> None:
             names.setdefault(kind.__name__, kind)
 
 
-def pickle_main_by_value(function: Any) -> None:
-    """Make multiprocessing pickle functions and classes of `__main__` by value for spawned children.
-
-    Args:
-        function: the task's; children get it, too, since their queues, as those of a Pool, send by name.
-    """
-
-    def dump(obj: Any, file: Any, protocol: Any = None) -> None:
-        is_process = isinstance(obj, BaseProcess) and getattr(function, "__module__", "") == "__main__"
-        if is_process and Trial(function, at_most=2**24).error is None:
-            vars(obj)["_function_of_rank"] = function
-        _ChildPickler(file, protocol).dump(obj)
-
+def pickle_main_by_value() -> None:
+    """Make multiprocessing pickle functions and classes of `__main__` by value for spawned children."""
     module: Any = reduction
-    module.dump = dump
+    module.dump = lambda obj, file, protocol=None: _ChildPickler(file, protocol).dump(obj)
 
 
 class _ChildPickler(reduction.ForkingPickler):

@@ -128,41 +128,6 @@ def test_workers_of_a_loader_that_are_not_forked(run_script: Run) -> None:
     assert done.stdout == "done\n", done.stderr
 
 
-POOL = """
-import threading
-from multiprocessing import get_context
-from parallelize import distributed, rank
-
-lock = threading.Lock()
-FACTOR = 3
-
-class Pair:
-    def __init__(self, *values):
-        self.values = values
-
-def double(pair):
-    return Pair(*(FACTOR * each for each in pair.values))
-
-def locked():
-    return lock
-
-@distributed(processes=2)
-def train():
-    with get_context("spawn").Pool(1) as pool:
-        (found,) = pool.map(double, [Pair(rank(), 2)])
-    assert isinstance(found, Pair)
-    return found.values
-
-print(train.all_ranks())
-"""
-
-
-def test_a_pool_of_processes_that_are_not_forked(run_script: Run) -> None:
-    """It finds the functions and classes of the script that its queues name."""
-    done = run_script(POOL, how="file")
-    assert done.stdout == "[(0, 6), (3, 6)]\n", done.stderr
-
-
 def test_a_package_run_by_name_with_flags_in_a_changed_directory(tmp_path: Path) -> None:
     """`python -O -X ... -W ... -m package` and its relative imports, sys.path and directory reach the workers."""
     package, elsewhere, extra = tmp_path / "pkg", tmp_path / "outputs", tmp_path / "extra"
