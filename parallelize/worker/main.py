@@ -150,7 +150,7 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
             populate_main(task.function)
             pickle_main_by_value()
             _perform(task, world, shutdown, setup)
-        faulthandler.dump_traceback_later(LEAVE_GRACE_S, exit=True)
+        faulthandler.dump_traceback_later(LEAVE_GRACE_S, exit=True, file=2)  # sys.stderr may be another object by now
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
 
