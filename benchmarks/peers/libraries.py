@@ -173,6 +173,55 @@ def _torchrunx_on_hosts(names: Sequence[str], ssh_config: Path, function: Callab
     return launcher.run(function).index(0)
 
 
+def _ray(processes: int, function: Callable[..., Any], *args: Any) -> Any:
+    import ray
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    ray.init(num_cpus=processes, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        trainer = TorchTrainer(
+            lambda config: function(*config["args"]),
+            train_loop_config={"args": args},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=processes),
+        )
+        return trainer.fit().return_value
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _ray_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    from ray.train.torch import prepare_model
+
+    yield prepare_model(model), optimizer
+
+
+def _ray_loader(loader: DataLoader) -> Any:
+    from ray.train.torch import prepare_data_loader
+
+    return prepare_data_loader(loader)
+
+
+def _monarch(processes: int, function: Callable[..., Any], *args: Any) -> Any:
+    from monarch.actor import Actor, endpoint, this_host
+    from monarch.spmd import setup_torch_elastic_env
+
+    class Runner(Actor):
+        @endpoint
+        def run(self) -> Any:
+            torch.distributed.init_process_group("gloo")
+            return function(*args)
+
+    meshes = this_host().spawn_procs(per_host={"gpus": processes})
+    setup_torch_elastic_env(meshes)
+    try:
+        return next(iter(meshes.spawn("runner", Runner).run.call().get().values()))
+    finally:
+        meshes.stop().get()
+
+
 LIBRARIES = {
     "parallelize": Library(
         package="parallelize",
@@ -208,6 +257,23 @@ LIBRARIES = {
         gathered=_ignite_gathered,
         snippet="from ignite import distributed as idist\n"
         "def call(f):\n    with idist.Parallel(backend='gloo', nproc_per_node=2) as p: return p.run(f)",
+    ),
+    "Ray Train": Library(
+        package="ray",
+        call=_ray,
+        model=_ray_model,
+        loader=_ray_loader,
+        snippet="from ray.train import ScalingConfig\nfrom ray.train.torch import TorchConfig, TorchTrainer\n"
+        "call = lambda f: TorchTrainer(lambda: f(), torch_config=TorchConfig(backend='gloo'), "
+        "scaling_config=ScalingConfig(num_workers=2)).fit().return_value",
+    ),
+    "Monarch": Library(
+        package="monarch",
+        call=_monarch,
+        snippet="from monarch.actor import Actor, endpoint, this_host\n"
+        "class Runner(Actor):\n    @endpoint\n    def run(self, f): return f()\n"
+        "def call(f):\n    procs = this_host().spawn_procs(per_host={'gpus': 2})\n"
+        "    return next(iter(procs.spawn('runner', Runner).run.call(f).get().values()))",
     ),
     "torchrunx": Library(
         package="torchrunx",

@@ -97,6 +97,8 @@ _DISTRIBUTIONS = {
     "Fabric": "lightning-fabric",
     "Accelerate": "accelerate",
     "ignite": "pytorch-ignite",
+    "Ray Train": "ray",
+    "Monarch": "torchmonarch",
     "torchrunx": "torchrunx",
 }
 
