@@ -87,6 +87,8 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
             - init_connection (function, None): called with the World instead of `init_process_group`.
             - wrap (function, None): called with the module and the World, returns the module to run in parallel.
             - verify_every (int, 0): number of steps between comparisons of the parameters across ranks; 0: never.
+            - logical (int, None): number of parts of a batch, at any number of processes, so that ddp trains the same
+              bits on 1, 2, 4, ... of them: a multiple of their number by 1, 2, 4, ...
             - update_modules (bool, True): whether modules, optimizers and other objects of the caller with a state come
               back; with False, other changes that stay behind are not named either.
 

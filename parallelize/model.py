@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from parallelize.backends.broadcast import broadcast_from_rank_0
+from parallelize.backends.logical import same_bits
 from parallelize.block.averaging import Average
 from parallelize.block.block import Block
 from parallelize.block.context import ModelContext, model_context
@@ -145,6 +146,7 @@ def parallel_model(
             stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
         outer.flags.add(IN_PARALLEL_MODEL)
         _refuse_apex(run, average)
+        _refuse_for_logical(run, modules, average)
         _refuse_shared(run, modules)
         if buffers == "mean" and run.config.wrap is not None:
             raise ConfigError(
@@ -156,6 +158,7 @@ def parallel_model(
             if run.config.wrap is not None or not run.config.backend.places_model or isinstance(model, LeafTensor):
                 model.to(run.device)
         exclude_package()
+        stack.enter_context(same_bits(run))
         session = stack.enter_context(_open_precision(run, modules, given_optimizers))
         block = Block(
             run,
@@ -221,14 +224,25 @@ def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:
     """Return a Runtime with the options of one block, on the processes and devices of the surrounding run."""
     config = outer.config.changed(**options)
     layout = compute_layout(config, probe(), outer.world)
-    if layout.devices[outer.world.local_rank] != outer.devices or layout.num_nodes != outer.layout.num_nodes:
+    is_changed = config.logical != outer.config.logical or layout.num_nodes != outer.layout.num_nodes
+    if is_changed or layout.devices[outer.world.local_rank] != outer.devices:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(
             f"parallel_model({given}) inside a run on {', '.join(map(str, outer.devices))}",
-            why="the processes and devices of a run cannot change inside it",
+            why="the processes, devices and parts of a run cannot change inside it",
             fix="set these options where the run starts: in @distributed(...), or in the outer parallel_model",
         )
     return Runtime(outer.world, layout)
+
+
+def _refuse_for_logical(run: Runtime, models: Sequence[nn.Module], average: Average) -> None:
+    what = f"average={average!r}" if average != "ranks" else "a tensor that is trained beside the models"
+    if run.config.logical and (average != "ranks" or any(isinstance(each, LeafTensor) for each in models)):
+        raise ConfigError(
+            f"logical={run.config.logical} with {what}",
+            why="only the gradients of means over samples, through a model's forward, are divided into parts",
+            fix="use losses that are means over samples, and parameters of a module",
+        )
 
 
 def _refuse_apex(run: Runtime, average: Average) -> None:

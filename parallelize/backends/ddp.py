@@ -11,8 +11,10 @@ from typing_extensions import override
 
 from parallelize.backends.ddp_engine import DDPOptions, ReplicatedEngine
 from parallelize.backends.dp_engine import DPEngine, data_parallel
+from parallelize.backends.logical import Parts
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
+from parallelize.runtime.context import current
 
 __all__ = ["DDP2Backend", "DDPBackend"]
 
@@ -23,14 +25,14 @@ class DDPBackend(DDPOptions):
 
     name = "ddp"
     process_per = "device"
+    divides_batches = True
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS), "apex": frozenset(LEVELS)}
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
         """Keep the replicas of the model alike, unless the world has only one process."""
-        if world.world_size == 1:
-            return LocalEngine(inner)
-        return ReplicatedEngine(self, inner, inner=inner)
+        module = inner if current().config.logical is None else Parts(inner, self)
+        return LocalEngine(module) if world.world_size == 1 else ReplicatedEngine(self, module, inner=inner)
 
 
 @dataclass(frozen=True, kw_only=True)

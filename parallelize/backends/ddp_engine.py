@@ -12,6 +12,7 @@ from typing_extensions import override
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Engine, Inner, Reduction
+from parallelize.runtime.context import current
 from parallelize.torch_patches.forward import SplitAtBuckets
 
 __all__ = ["DTYPES", "DDPOptions", "ReplicatedEngine"]
@@ -57,7 +58,8 @@ class DDPOptions(Backend):
     def reduction(self, inner: Inner) -> Reduction:
         """Return how the gradients of a model are averaged."""
         dtype = DTYPES[self.comm_hook] if self.comm_hook else inner.session.communication_dtype
-        return Reduction((self.bucket_cap_mb or 25) * 2**20, dtype)
+        is_ordered = current().config.logical is not None
+        return Reduction((self.bucket_cap_mb or 25) * 2**20, dtype, is_ordered)
 
 
 class ReplicatedEngine(Engine):
@@ -87,12 +89,15 @@ class ReplicatedEngine(Engine):
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
         buffers = self._buffers if self._model.training else None
-        if buffers is not None and self._how == "rank0":
+        is_divided = self.reduction is not None and self.reduction.is_ordered
+        if buffers is not None and self._how == "rank0" and not is_divided:
             buffers.broadcast()
         with self._split:
             output = self.local(*inputs, **kwargs)
         if buffers is not None and self._how == "mean":
             buffers.average()
+        if buffers is not None and is_divided:  # a rank may evaluate before the next one
+            buffers.broadcast()
         return output
 
     @override

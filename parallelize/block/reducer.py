@@ -187,9 +187,9 @@ class Reducer:
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Leave the gradients of backward passes in the context local."""
+        """Leave the gradients of backward passes in the context local, unless they are averaged in order."""
         entry = self.models[id(model)]
-        before, entry.is_no_sync = entry.is_no_sync, True
+        before, entry.is_no_sync = entry.is_no_sync, not entry.reduction.is_ordered
         try:
             yield
         finally:
@@ -202,6 +202,7 @@ class Reducer:
             return
         self.require_seen()
         self._is_running, self._is_alone = True, len(routed_models()) == len(self.models)
+        earlier = self._set_aside()
         try:
             run(each)
             self._finish()
@@ -210,6 +211,15 @@ class Reducer:
             raise
         finally:
             self._is_running = False
+            _add_to(earlier)
+
+    def _set_aside(self) -> list[tuple[Slot, torch.Tensor]]:
+        """Take the gradients of earlier passes, so that this one's are averaged alone, in one order."""
+        ordered = [slot for slot in self.slots.values() if slot.model.reduction.is_ordered]
+        found = [(slot, slot.parameter.grad) for slot in ordered if slot.parameter.grad is not None]
+        for slot, _ in found:
+            slot.parameter.grad = None
+        return found
 
     def require_seen(self) -> None:
         """Refuse gradients of a pass that was not seen.
@@ -237,9 +247,12 @@ class Reducer:
         for entry in reached:
             for bucket in entry.trained[entry.next :]:
                 self._send(entry, bucket)
+        buckets = [bucket for entry in reached for bucket in entry.trained]
+        for each in [bucket.work for bucket in buckets if isinstance(bucket.work, _TreeSum)]:
+            each.add()
+        for bucket in buckets:
+            _receive(bucket)
         for entry in reached:
-            for bucket in entry.trained:
-                _receive(bucket)
             entry.next, entry.holds = 0, False
 
     def _leave_local(self, entries: Iterable[_Model]) -> None:
@@ -312,8 +325,46 @@ class Reducer:
         flat = _flatten([*gradients, _flags(present, gradients[0].dtype, gradients[0].device)])
         dtype = entry.reduction.dtype
         bucket.flat = flat if dtype is None or flat.is_complex() else flat.to(dtype)
+        if entry.reduction.is_ordered and self._size > 2:  # two numbers have one sum
+            bucket.work = _TreeSum(bucket.flat, self._size, self._group)
+            return
         bucket.flat.mul_(1.0 / self._size)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+
+
+class _TreeSum:
+    """The mean of the ranks' flat tensors, added by pairs of ranks: each rank adds a piece of all, and sends it."""
+
+    def __init__(self, flat: torch.Tensor, size: int, group: Any) -> None:
+        self._flat, self._size, self._group = flat, size, group
+        self._padded = nn.functional.pad(flat, (0, -len(flat) % size))
+        self._pieces = torch.empty_like(self._padded)
+        self._work: Any = dist.all_to_all_single(self._pieces, self._padded, group=group, async_op=True)
+
+    def add(self) -> None:
+        """Add the pieces, and send the mean to all ranks."""
+        self._work.wait()
+        rows = list(self._pieces.view(self._size, -1))
+        while len(rows) > 1:
+            rows = [sum(rows[index + 1 : index + 2], rows[index]) for index in range(0, len(rows), 2)]
+        mean = rows[0] / self._size
+        self._work = dist.all_gather(list(self._padded.chunk(self._size)), mean, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the mean."""
+        self._work.wait()
+        self._flat.copy_(self._padded[: len(self._flat)])
+
+
+@torch.no_grad()
+def _add_to(earlier: list[tuple[Slot, torch.Tensor]]) -> None:
+    for slot, gradient in earlier:
+        parameter = slot.parameter
+        if parameter.grad is not None:
+            is_averaged = slot.averaged() is parameter.grad
+            gradient.add_(parameter.grad)
+            slot.averaged = ref(gradient) if is_averaged else _NOT_AVERAGED
+        parameter.grad = gradient
 
 
 @torch.no_grad()

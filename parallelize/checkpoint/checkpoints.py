@@ -13,13 +13,16 @@ import contextlib
 import functools
 import logging
 import os
+import pdb
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -35,12 +38,36 @@ from parallelize.checkpoint.states import (
 )
 from parallelize.config.options import DURATION_UNITS_S, duration
 from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.runtime import context
+from parallelize.runtime.user_line import user_stacklevel
 
-__all__ = ["Checkpoints", "checkpoints"]
+__all__ = ["Checkpoints", "Replay", "StepReplayed", "checkpoints", "replayed"]
 
 _NAME = re.compile(r"step-(\d{9,})(\.pt)?")
 _PROGRESS = "_checkpoints"  # name of the entry with the number of steps and the values passed to `step`
 _log = logging.getLogger("parallelize")
+
+
+class StepReplayed(BaseException):
+    """Ends the script after the step; not an Exception, so that user code does not catch it."""
+
+
+class Replay(NamedTuple):
+    """A step that runs again in one process.
+
+    Args:
+        path: a checkpoint before it.
+        step: its number, from 1.
+        debugs: whether pdb stops before it.
+    """
+
+    path: Path
+    step: int
+    debugs: bool
+
+
+replayed: ContextVar[Replay | None] = ContextVar("parallelize_replayed", default=None)
+"""The step that `parallelize replay` asks for."""
 
 
 class _Schedule:
@@ -112,6 +139,7 @@ class Checkpoints:
             self.wait()
         self.steps += 1
         self.values.update({name: to_safe_types(each, name) for name, each in values.items()})
+        self._replay()
         if self._schedule.is_due(self.steps):
             self.save()
 
@@ -120,6 +148,8 @@ class Checkpoints:
 
         A checkpoint with the same number of steps is replaced: state may have changed without a step.
         """
+        if replayed.get() is not None:
+            return
         path = self._folder / f"step-{self.steps:09d}{'' if self._sharded else '.pt'}"
         objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
         with together(self._call):  # if the previous save has failed on a rank, all ranks raise
@@ -174,7 +204,9 @@ class Checkpoints:
                 is_incomplete = each.is_dir() and {part.name[:6] for part in each.iterdir()} <= {"parts-", ".check"}
                 if is_incomplete or each.suffix == ".tmp":
                     remove(each)
-            found += ["resume", [each.name for each in self._files()]]
+            replay = replayed.get()
+            names = [each.name for each in ([replay.path] if replay is not None else self._files())]
+            found += ["resume", names]
         for name in found[0][1]:
             path = self._folder / name
             try:
@@ -189,7 +221,24 @@ class Checkpoints:
                 raise ConfigError(what, why=why, fix="use another folder; load() reads this file")
             self.steps, self.values = progress["steps"], dict(progress["values"])
             _log.info("resuming from %s, after %d steps", path, self.steps)
+            self._replay(is_resumed=True)
             return
+
+    def _replay(self, *, is_resumed: bool = False) -> None:
+        """Stop before the step that is replayed, and end after it."""
+        replay = replayed.get()
+        if replay is None:
+            return
+        asked, is_late = f"parallelize replay --step {replay.step}", is_resumed and self.steps >= replay.step
+        if is_late:
+            raise ConfigError(asked, why=f"{replay.path.name} is of step {self.steps}", fix="use an older checkpoint")
+        if context.current().config.logical is None:
+            why = "the run has no logical=, so one process computes other bits"
+            raise ConfigError(asked, why=why, fix="use @distributed(logical=...) in the run")
+        if self.steps == replay.step:
+            raise StepReplayed
+        if replay.debugs and self.steps == replay.step - 1:
+            pdb.Pdb(skip=["parallelize.*", "contextlib"]).set_trace(sys._getframe(user_stacklevel() - 1))
 
 
 @contextlib.contextmanager

@@ -309,6 +309,8 @@ def load_into(path: Path, objects: Named, *, call: str, rng: bool = True, strict
     # This rank's datasets and random numbers go on from where they were.
     world, states = context.current().world, checkpoint.record.get("rng", ())
     own = (states[world.rank] if world.world_size == len(states) else None) or {}
+    if states and context.current().config.logical:  # the same on all ranks
+        own = states[0]
     for name, state in own.get("data", {}).items():
         if state is not None and hasattr(type(objects.get(name)), "load_rank_state"):
             objects[name].load_rank_state(state)

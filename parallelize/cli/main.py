@@ -37,8 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run", nargs="?", metavar="HOST:PORT", help="a run's store; else the runs of this user here (Linux)"
     )
     top.add_argument("--once", action="store_true", help="one table, for logs")
+    help_text = "run one step of a run with logical= again in this process, from a checkpoint, with the same bits"
+    again = commands.add_parser("replay", help=help_text, description=help_text)
+    again.add_argument("checkpoint", help="a file that checkpoints() of the script has written")
+    again.add_argument("--step", type=int, required=True, help="number of the step, from 1, after the checkpoint's")
+    again.add_argument("--debug", action="store_true", help="stop in pdb before the step")
+    again.add_argument("script", help="the script that wrote it")
+    again.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "replay":
+            from parallelize.cli.replay import replay
+
+            words = [options.script, *options.arguments]
+            return replay(os.environ, options.checkpoint, options.step, words, debugs=options.debug)
         if options.command == "top":
             from parallelize.cli.top import show
 

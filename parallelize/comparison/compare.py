@@ -17,7 +17,7 @@ from parallelize.call.task import Outcome, Task
 from parallelize.config.layout import Layout
 from parallelize.data.source import merged_ranks
 from parallelize.errors import ConfigError, WorkerError
-from parallelize.runtime.context import active, world_size
+from parallelize.runtime.context import active, current, world_size
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.step import after_step, parameters_of
@@ -124,6 +124,7 @@ def compare_runs(task: Task, *, steps: int, launch: Callable[[Task], Sequence[Ou
             for each in (alone, *(dataclasses.replace(layout, config=each) for each in together))
         ]
     tolerance = max(torch.finfo(each.dtype).eps for each in single[0][1].values()) ** 0.5
+    tolerance *= own.logical is None
     compared = list(map(_compared, single, *ranks))
     parts = [number for number, each in enumerate(compared, start=1) if each.gradient_difference > tolerance]
     parts += [len(compared) + 1] * (len(single) != len(ranks[0]))
@@ -216,7 +217,8 @@ class _RecordedFunction:
         matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cudnn.allow_tf32 = False
         steps, losses = list[_Step](), list[float]()
-        merged_ranks.set(self.merged_ranks if world_size() == 1 else 1)  # this process is its own
+        is_alone = world_size() == 1 and current().config.logical is None  # this process is its own
+        merged_ranks.set(self.merged_ranks if is_alone else 1)
 
         def record_loss(each: Pass, run: Run) -> None:
             losses.extend(root.item() for root in each.roots if isinstance(root, torch.Tensor) and root.numel() == 1)

@@ -76,6 +76,7 @@ class Config:
     init_connection: Annotated[Callable[..., Any] | None, parse.function] = None
     wrap: Annotated[Callable[..., Any] | None, parse.function] = None
     verify_every: Annotated[int, parse.integer(0)] = 0
+    logical: Annotated[int | None, parse.integer(1, 65536)] = None
     update_modules: Annotated[bool, parse.flag] = True
 
     @classmethod
@@ -215,6 +216,12 @@ def contradictions(config: Config, num_nodes: int, device_type: str | None) -> I
             gpus_text(gpus),
             "it names a GPU twice, and NCCL refuses two ranks on one GPU",
             "name each GPU once, or add process_group_backend='gloo' (for tests: several ranks share one GPU)",
+        )
+    if config.logical is not None and (config.wrap is not None or not backend.divides_batches):
+        yield Fault(
+            f"logical={config.logical} with {f'backend={backend.name!r}' if config.wrap is None else 'wrap='}",
+            "only its own engine divides batches into parts, and adds their gradients in one order",
+            use("no wrap=" if config.wrap else "", lambda other: other.divides_batches),
         )
     if config.amp is not None:
         yield from _amp_faults(backend, config.amp, config.amp_engine, device_type)

@@ -132,6 +132,16 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     if device_type in NO_COLLECTIVES and size > 1:
         why = f"torch has no collectives on {device_type}, so only one process can run there"
         faults.append(Fault(f"{size} processes on {device_type}", why, "use processes=2 to run on the CPU"))
+    of_all = size if world is None else world.world_size
+    share, rest = divmod(config.logical or of_all, of_all)
+    if rest or share & (share - 1):
+        faults.append(
+            Fault(
+                f"logical={config.logical} on {of_all} processes",
+                "each process computes 1, 2, 4, 8, ... parts of a batch: other numbers would round otherwise",
+                f"use logical={of_all} or {2 * of_all}, or another number of processes",
+            )
+        )
     if world is not None:
         faults += _mismatches(config, len(devices), num_nodes, world)
     if faults:

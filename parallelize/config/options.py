@@ -76,6 +76,7 @@ class Options(TypedDict, total=False):
     init_connection: Callable[[World], object] | None
     wrap: Callable[[nn.Module, World], nn.Module] | None
     verify_every: int
+    logical: int | None
     update_modules: bool
 
 

@@ -17,7 +17,7 @@ from parallelize.data.sampling import Tail
 from parallelize.data.source import EpochShard, LoaderOptions, Position, Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.batch_weights import BatchWeight, weigh_batches
-from parallelize.runtime.context import EVALUATES
+from parallelize.runtime.context import EVALUATES, PART_SIZES
 from parallelize.runtime.rank_consistency import ConsistencyCheck, run_checks
 from parallelize.runtime.startup_summary import ActiveLoader
 from parallelize.torch_patches.forward import route_of, routed_models
@@ -127,6 +127,9 @@ class ShardedLoader(Generic[T]):
                 # A look at a first batch inside a loop over the same loader: the loop goes on.
                 if shard.steps or self._shard is None or not self._shard.is_open:
                     self._shard = shard
+                if self._run.config.logical is not None:
+                    sizes, is_even = shard.part_sizes(shard.steps)
+                    self._run.states.setdefault(PART_SIZES, {})[sum(sizes)] = sizes, is_even
                 shard.steps, shard.is_open = shard.steps + 1, True
                 yield batch
             shard.is_exhausted = True

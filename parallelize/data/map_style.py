@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset
 
 from parallelize.cluster.world import World
-from parallelize.data.rng import sampler_seed, samplers_in, stream_rng
+from parallelize.data.rng import IsolatedRNG, derive_seed, sampler_seed, samplers_in, stream_rng
 from parallelize.data.sampling import Tail, draw_order, is_exactly, order_fingerprint
 from parallelize.data.source import EpochShard, LoaderOptions, Source, copy_of, length_of
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.rng import global_generators
 
 __all__ = ["MapStyleSource"]
 
@@ -40,6 +41,27 @@ class _Units:
         return self.shard.source.steps(self.shard.split) or 0
 
 
+class _SeededSamples(Dataset[Any]):
+    """A dataset whose samples draw the same random numbers in whichever process they are read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # looked up before it has a dataset, by pickle
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __getitems__(self, seeded: list[tuple[Any, int]]) -> list[Any]:
+        samples, generators = [], global_generators(()).values()
+        with IsolatedRNG(0):
+            for index, seed in seeded:
+                for each in generators:
+                    each.seed(seed)
+                samples.append(self._dataset[index])
+        return samples
+
+
 class MapStyleSource(Source):
     """Source for a DataLoader over a map-style dataset; its units are indices, or batches of them.
 
@@ -61,6 +83,8 @@ class MapStyleSource(Source):
         self._units = _Units()
         name = "sampler" if batches is None else "batch_sampler"
         self.copy = copy_of(loader, **{name: self._units})
+        if run.config.logical is not None:
+            vars(self.copy)["dataset"] = _SeededSamples(loader.dataset)
         super().__init__(copy_of(loader), options, run, is_own=sharder is not None, tells=tells)
         self._sampler, self._sharder = sampler, type(sharder).__name__
         self.drop_last = self.is_grouped and batches.drop_last
@@ -98,12 +122,20 @@ class MapStyleSource(Source):
         self._units.shard, self.is_iterated = shard, False
         return self.iterate(shard.position, shard.position.start)
 
+    def seeded(self, units: Any, epoch: int) -> Any:
+        """Return indices with the seed of each, which does not depend on the number of processes."""
+        if self.run.config.logical is None:
+            return units
+        base = self.base_seed()
+        return [(unit, derive_seed("sample", base, epoch, unit)) for unit in units]
+
     def batch_summary(self) -> str:
         """Return the batch size per process and the global one, or the sampler that shards."""
         if self.is_own:
             return f"already sharded by its {self._sharder}: left as it is"
         unit = "" if self.is_grouped else " of the sampler's batches"
-        text = f"{self.group / self.shards:g} x {self.shards} processes = {self.group} global{unit}"
+        kind = "processes" if len(self.shares) == 1 else "parts"
+        text = f"{self.group / self.shards:g} x {self.shards} {kind} = {self.group} global{unit}"
         left_out = (self.length() or 0) % self.group if self.drop_last else 0
         return f"{text}, drop_last leaves out {left_out} samples" if left_out else text
 

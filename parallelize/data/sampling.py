@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,7 @@ class EpochSplit:
         drop_last: whether to leave out an incomplete last step, as DataLoader(drop_last=True) does.
         start: number of units of the epoch that are already consumed.
         limit: the maximum number of units of the epoch to consume.
+        parts: number of shares that one process reads (`logical=`); ranks are then those of shares.
     """
 
     total: int = sys.maxsize
@@ -75,6 +77,7 @@ class EpochSplit:
     drop_last: bool = False
     start: int = 0
     limit: int = sys.maxsize
+    parts: int = 1
 
     def limited(self, limit: float | None) -> EpochSplit:
         """Return this split with a limit: steps of the full epoch, or a fraction, at least 1."""
@@ -219,12 +222,14 @@ def rows_in_dataset_order(split: EpochSplit, order: Any, steps_by_rank: Sequence
     Row `k` of process `r` is counted as `r * longest + k`. Of an index that several rows have, all
     but the first are left out.
     """
-    counts = [0] * split.world_size
+    counts = [0] * (split.world_size // split.parts)
     found: dict[Any, tuple[int, int]] = {}
     whole = split.taken(range(max(steps_by_rank)))
-    for position, unit in zip(whole, to_python(order[whole.start : whole.stop]), strict=True):
-        step, place = divmod(position - split.start, split.group)
-        rank = place % split.world_size
+    units = to_python(order[whole.start : whole.stop])
+    places = [divmod(position - split.start, split.group) for position in whole]
+    rows = [(step, place % split.world_size, unit) for (step, place), unit in zip(places, units, strict=True)]
+    for step, share, unit in sorted(rows, key=itemgetter(0, 1)) if split.parts > 1 else rows:
+        rank = share // split.parts
         for index in indices_of(unit) if step < steps_by_rank[rank] else ():
             found.setdefault(index, (rank, counts[rank]))
             counts[rank] += 1

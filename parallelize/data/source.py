@@ -144,10 +144,12 @@ class EpochShard:
         source.is_iterated = True
         batches: Iterable[Sequence[Any]]
         if self.order is not None:
-            batches = split.batches(self.order, source.rank)
+            shares = [split.batches(self.order, share) for share in source.shares]
+            batches = shares[0] if len(shares) == 1 else map(_joined, itertools.zip_longest(*shares, fillvalue=()))
         else:
             stream = self.stream if source.is_own else self._hashed_stream()
             batches = split.batches_of_stream(stream, source.rank)
+        batches = (source.seeded(batch, self.position.epoch) for batch in batches)
         return map(list, batches) if source.is_grouped else (batch[0] for batch in batches)
 
     def _hashed_stream(self) -> Iterator[Any]:
@@ -178,7 +180,13 @@ class EpochShard:
     def _own_samples(self, step: int) -> int:
         """Count this process's samples in a step, without repeats."""
         taken = self.split.taken(range(step, step + 1))
-        return self._samples_at(taken[self.source.rank :: self.split.world_size])
+        return sum(self._samples_at(taken[share :: self.split.world_size]) for share in self.source.shares)
+
+    def part_sizes(self, step: int) -> tuple[list[int], bool]:
+        """Return the number of samples of each share of this process in a step, and whether all shares have as many."""
+        sizes = [self._samples_at(self.split.positions(share, step)) for share in range(self.split.world_size)]
+        shares = self.source.shares
+        return sizes[shares.start : shares.stop], len({*sizes}) == 1
 
     def _samples_at(self, positions: Sequence[int]) -> int:
         if self.source.is_grouped:
@@ -210,11 +218,12 @@ class EpochShard:
 
     def gather(self, results: Any) -> Any:
         """All-gather one row for each sample (see `ShardedLoader.gather`)."""
-        rank, split = self.source.rank, self.split
+        split = self.split
+        rank = self.source.rank // split.parts
         steps_by_rank = self._steps_by_rank("gather")
         counts, rows = rows_in_dataset_order(split, self.order, steps_by_rank)
         count, longest = counts[rank], max(counts)
-        total = sum(self._samples_at(split.positions(rank, step)) for step in range(self.steps))
+        total = sum(sum(self.part_sizes(step)[0]) for step in range(self.steps))
 
         def padded(leaf: Any) -> Tensor:
             shape = list(getattr(leaf, "shape", [type(leaf).__name__]))
@@ -303,7 +312,9 @@ class Source:
     ) -> None:
         self.loader, self.options, self.run, self.is_own = loader, options, run, is_own
         world = run.world
-        self.rank, self.shards = (0, 1) if is_own else (world.rank, world.world_size)
+        parts = (run.config.logical or world.world_size) // world.world_size  # that one process reads
+        self.rank, self.shards = (0, 1) if is_own else (world.rank * parts, world.world_size * parts)
+        self.shares = range(self.rank, self.rank + (1 if is_own else parts))
         self.group = self.shards  # number of units that all shards together take in a step
         self.merged = merged_ranks.get()
         # What a saved state must match, always and within an epoch.
@@ -322,6 +333,12 @@ class Source:
                 "tail='exact' with drop_last=True in",
                 "the one yields each sample once, the other leaves out the last ones",
                 "drop_last=False, or tail='drop'",
+            ),
+            (
+                tail == "weighted" and bool(self.run.config.logical),
+                f"tail='weighted' under logical={self.run.config.logical} with",
+                "its weights depend on the number of processes",
+                "tail='pad' or 'drop'",
             ),
             (
                 is_weighted or (isinstance(limit, float) and length is None),
@@ -351,6 +368,10 @@ class Source:
         """Return all units of an epoch, or None and a stream of them."""
         raise NotImplementedError
 
+    def seeded(self, units: Any, _epoch: int) -> Any:
+        """Return the units of a step as the copied loader gets them."""
+        return units
+
     def batches(self, shard: EpochShard) -> Iterator[Any]:
         """Yield the batches of a shard; called only once."""
         raise NotImplementedError
@@ -359,12 +380,15 @@ class Source:
         """Return the number of units of an epoch, as the data tells; None: unknown."""
         raise NotImplementedError
 
+    def base_seed(self) -> int:
+        """Return the seed of what the dataset draws: that of the options, else of the loader, else of torch."""
+        seed = self.options.seed
+        return sampler_seed(self.loader, torch.initial_seed()) if seed is None else seed
+
     def iterate(self, position: Position, first: int) -> Iterator[Any]:
         """Yield the copy's batches; workers draw other numbers on every process and epoch."""
-        copy, base = self.copy, self.options.seed
-        if base is None:
-            base = sampler_seed(self.loader, torch.initial_seed())
-        seed = derive_seed("workers", base, self.run.world.rank, position.epoch, first)
+        copy = self.copy
+        seed = derive_seed("workers", self.base_seed(), self.run.world.rank, position.epoch, first)
         vars(copy)["generator"] = torch.Generator().manual_seed(seed)
         batches: Any = iter(copy)
         try:
@@ -393,10 +417,12 @@ class Source:
 
     def split(self, position: Position, tail: Tail, length: int | None) -> EpochSplit:
         """Return how the units of an epoch, from a position on, are shared."""
-        if self.merged > 1 and not self.is_grouped:
+        logical = self.run.config.logical
+        if (self.merged > 1 and not self.is_grouped) or (logical and (not self.is_grouped or length is None)):
             raise ConfigError(
-                f"compare with a {type(self.loader).__name__} that has no indices, or shards itself",
-                why="one process cannot read the batches of all ranks from it",
+                f"{f'{logical=}' if logical else 'compare'} with a {type(self.loader).__name__} that has no indices, "
+                "or shards itself",
+                why="one process cannot read the batches of several ranks from it",
                 fix="use shard_loader(DataLoader(dataset, batch_size=...)) of a dataset with __getitem__",
             )
         return EpochSplit(
@@ -406,6 +432,7 @@ class Source:
             group=self.group,
             tail=tail,
             drop_last=self.drop_last,
+            parts=len(self.shares),
         ).limited(self.options.limit)
 
     def steps(self, split: EpochSplit) -> int | None:
@@ -434,6 +461,10 @@ class Source:
                 if isinstance(epoch, int) and epoch != told:
                     return epoch
         return None
+
+
+def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:
+    return [unit for part in parts for unit in part]
 
 
 def length_of(sized: Any) -> int | None:

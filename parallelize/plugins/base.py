@@ -169,10 +169,12 @@ class Reduction:
     Args:
         bucket_bytes: size of the messages in bytes.
         dtype: dtype in which real gradients are sent; None: their own.
+        is_ordered: whether they are added in one order, by pairs of ranks, for any number of ranks (`logical=`).
     """
 
     bucket_bytes: float = 25 * 2**20
     dtype: torch.dtype | None = None
+    is_ordered: bool = False
 
 
 class Engine(abc.ABC):
@@ -238,6 +240,8 @@ class Backend(abc.ABC):
     """Precision engine -> levels it supports under this backend; an engine that is not listed is refused."""
     places_model: ClassVar[bool] = False
     """Whether the backend moves the model to devices itself, so that it may be larger than one device's memory."""
+    divides_batches: ClassVar[bool] = False
+    """Whether it runs each batch in the parts that `logical=` asks for."""
     shards_gradients: ClassVar[bool] = False
     """Whether each rank holds only a shard of a gradient, so that ranks must agree to skip a step with inf or nan."""
     devices: tuple[str, ...] | None = None

@@ -22,6 +22,7 @@ from parallelize.runtime.unsynced_training import warn_if_unsynced
 
 __all__ = [
     "EVALUATES",
+    "PART_SIZES",
     "Runtime",
     "activate",
     "active",
@@ -38,6 +39,9 @@ __all__ = [
 
 EVALUATES = "evaluates"
 """Member of Runtime.flags: a loader of shard_loader has been read without gradients."""
+
+PART_SIZES = "part sizes"
+"""Key of Runtime.states: the size of a latest batch -> the sizes of this process's parts, and whether all are equal."""
 
 
 @dataclass(frozen=True)

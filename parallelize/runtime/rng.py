@@ -82,7 +82,7 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
         split: whether to reseed equal generators without a seed.
     """
     world = run.world
-    if world.world_size == 1 or (run.config.seed is None and not split):
+    if world.world_size == 1 or run.config.logical or (run.config.seed is None and not split):
         yield
         return
     if run.config.seed is not None:

@@ -82,7 +82,7 @@ class StartupSummary:
         """Log the summary on rank 0, once per run, unless the run has a single process and device."""
         self.is_over = True
         flags, world = (active() or self._run).flags, self._run.world
-        is_single = world.world_size == 1 and len(self._run.devices) == 1
+        is_single = world.world_size == 1 and len(self._run.devices) == 1 and not self._run.config.logical
         if _IS_LOGGED in flags or is_single or not world.is_main:
             return
         flags.add(_IS_LOGGED)
@@ -101,10 +101,12 @@ class StartupSummary:
                 sent += number * each.requires_grad * (dtype or each.dtype).itemsize
         batches = sorted({each.batch_sizes for each in _active_loaders if each.batch_sizes})
         size, kind = self._run.world.world_size, self._run.device.type
+        logical = self._run.config.logical
         phrases = [
             f"{' + '.join(type(model).__name__ for model in self._engines)}: {_count_text(count)} parameters"
             + ("" if trained == count else f", {_count_text(trained)} of them trained"),
             f"{size} process{'es' * (size > 1)} on {size * len(self._run.devices)} {kind} device(s)",
+            f"each batch in {logical} parts, for the same bits at any number of processes" if logical else "",
             f"batches: {' and '.join(batches)}" if batches else "",
             f"{size_text(sent)} of gradients averaged a step" if size > 1 else "",
             precision_summary(self._run.layout).partition(":")[0],

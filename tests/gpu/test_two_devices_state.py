@@ -95,3 +95,23 @@ def test_arguments_and_results_on_the_second_gpu_keep_their_values() -> None:
         assert made.cpu().tolist() == [number, number]
         assert total == pytest.approx(model[0].weight.sum().item())
     assert {each.device for each in model.parameters()} == {torch.device("cuda", 1)}
+
+
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_parts_have_the_same_bits_on_one_and_two_devices(amp: str | None) -> None:
+    """Under `logical=4`, with dropout and batch norm, one GPU and two train bitwise equal weights."""
+
+    def train(model: nn.Module) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        with parallel_model(model):
+            fit(model, optimizer, shard_loader(loader(), batch="global"))
+
+    def trained(gpus: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4)
+        model = nn.Sequential(*layers)
+        distributed(gpus=gpus, logical=4, seed=0, amp=amp)(train)(model)
+        return weights_of(model)
+
+    one, two = trained(1), trained(2)
+    assert not [name for name, each in one.items() if not torch.equal(two[name], each)]

@@ -45,6 +45,11 @@ def last_line(script: str, *, launcher: tuple[str, ...] = (), cwd: Path | None =
     return done.stdout.strip().splitlines()[-1]
 
 
+def test_bits_do_not_depend_on_the_number_of_processes() -> None:
+    """Its weights have one hash on 1, 2 and 4 processes."""
+    assert re.fullmatch(r"4 process\(es\): \{'\w{16}'\}", last_line("19_same_bits.py"))
+
+
 def accuracy(script: str) -> float:
     """Return the accuracy at the end of an example's last line."""
     match = re.search(r"accuracy (?:on 360 unseen images )?(\d\.\d+)$", last_line(script))
@@ -190,6 +195,7 @@ def test_every_example_is_run() -> None:
         *named,
         "15_ema.py",
         "17_logging.py",
+        "19_same_bits.py",
         *MIN_ACCURACY,
     }
     assert {path.name for path in MIGRATION.iterdir() if path.is_dir()} == {"accelerate", "ddp", "lightning"}
