@@ -105,7 +105,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 16_594,
     "plugins": 1_559,
     "precision": 6_986,
-    "runtime": 11_593,
+    "runtime": 11_651,
     "torch_patches": 2_462,
     "worker": 3_669,
 }

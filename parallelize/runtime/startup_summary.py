@@ -10,12 +10,14 @@ Logging makes no collective call.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from parallelize.config.explain import precision_summary
@@ -100,15 +102,19 @@ class StartupSummary:
                 trained += number * each.requires_grad
                 sent += number * each.requires_grad * (dtype or each.dtype).itemsize
         batches = sorted({each.batch_sizes for each in _active_loaders if each.batch_sizes})
-        size, kind = self._run.world.world_size, self._run.device.type
+        size, kind, devices = self._run.world.world_size, self._run.device.type, self._run.devices
+        # On other types of devices, torch has no such function.
+        pairs = itertools.combinations(devices, 2) if kind == "cuda" else ()
+        apart = [f"{a.index} and {b.index}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         logical = self._run.config.logical
         phrases = [
             f"{' + '.join(type(model).__name__ for model in self._engines)}: {_count_text(count)} parameters"
             + ("" if trained == count else f", {_count_text(trained)} of them trained"),
-            f"{size} process{'es' * (size > 1)} on {size * len(self._run.devices)} {kind} device(s)",
+            f"{size} process{'es' * (size > 1)} on {size * len(devices)} {kind} device(s)",
             f"each batch in {logical} parts, for the same bits at any number of processes" if logical else "",
             f"batches: {' and '.join(batches)}" if batches else "",
             f"{size_text(sent)} of gradients averaged a step" if size > 1 else "",
+            f"no peer access between GPUs {', '.join(apart)}: copies go through the host" if apart else "",
             precision_summary(self._run.layout).partition(":")[0],
         ]
         return "; ".join(phrase for phrase in phrases if phrase)

@@ -8,8 +8,8 @@ memory is ordered after which, as CUDA defines it: by the stream, by events, by 
 allocator. What else happens at the same time on a real device, and fails there now and then, is reported here each
 time. New memory is full of NaN; copies between pinned and device memory run as late as they may, so that the host sees
 NaN, or copies the wrong values, where it did not wait. Operators refuse tensors of two devices. With
-FAKE_CUDA_ONE_CONTEXT=1, a process that gets a context on a second device is reported. Workers that a test starts have
-the device too, and report to the same file.
+FAKE_CUDA_NO_PEERS=1, no device has access to another's memory; with FAKE_CUDA_ONE_CONTEXT=1, a process that gets a
+context on a second device is reported. Workers that a test starts have the device too, and report to the same file.
 
 It cannot show:
 

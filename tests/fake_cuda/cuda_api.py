@@ -113,7 +113,7 @@ def _devices(library: ModuleType) -> dict[str, Any]:
         "_cuda_synchronize": lambda: library.synchronize(-1),
         "_cuda_set_sync_debug_mode": library.set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": library.sync_debug_mode,
-        "_cuda_canDeviceAccessPeer": lambda first, second: first != second,
+        "_cuda_canDeviceAccessPeer": lambda first, second: first != second and "FAKE_CUDA_NO_PEERS" not in os.environ,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_hasPrimaryContext": library.has_context,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -198,3 +199,18 @@ def test_balanced_trains_the_weights_of_the_cpu(stages: tuple[str, str], amp: st
     with parallel_model(model, backend=BalancedBackend(devices=stages, microbatches=2), amp=amp):
         fit(model, shard_loader(loader()))
     assert_trained(weights_of(model), amp=amp)
+
+
+@pytest.mark.skipif("FAKE_CUDA" not in os.environ, reason="the pretended devices may lack peer access")
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_devices_without_peer_access_are_named(
+    has_peers: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start line of a process that drives two GPUs says which of them copy through the host."""
+    if not has_peers:
+        monkeypatch.setenv("FAKE_CUDA_NO_PEERS", "1")
+    caplog.set_level("INFO", logger="parallelize")
+    model = make()
+    with parallel_model(model, backend="dp"):
+        fit(model, loader())
+    assert ("no peer access between GPUs 0 and 1: copies go through the host" in caplog.text) is not has_peers
