@@ -24,7 +24,8 @@ from parallelize.backends.balanced import planner
 from parallelize.backends.balanced.partition import split, sums
 from parallelize.backends.balanced.plan import Plan, ideal_speedup, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.backends.balanced.profiling import DeviceSpec, Profile, device_specs, seconds_of
+from parallelize.backends.balanced.profiling import DeviceSpec, Profile, device_specs
+from parallelize.backends.measuring import seconds_of
 
 FAKE_CUDA = Path(__file__).parents[2] / "tests" / "fake_cuda"
 MICROBATCHES = 8

@@ -12,7 +12,7 @@ from parallelize import parallel_model
 from parallelize.backends.balanced.plan import ideal_speedup, plan
 from parallelize.backends.balanced.planner import step_s
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.backends.balanced.profiling import seconds_of
+from parallelize.backends.measuring import seconds_of
 
 pytestmark = [
     pytest.mark.gpu2,

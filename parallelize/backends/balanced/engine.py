@@ -17,8 +17,9 @@ from parallelize.backends.balanced.microbatch import OTHER_DEVICE, Staged
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, plan, remember
 from parallelize.backends.balanced.planner import Planner
-from parallelize.backends.balanced.transfer import named_tensors, place, restoring_placement, to_device
+from parallelize.backends.balanced.transfer import place, restoring_placement, to_device
 from parallelize.backends.ddp_engine import ReplicatedEngine
+from parallelize.backends.model_state import named_tensors
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.startup_summary import announced

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced.batchnorm import BatchNorms
-from parallelize.backends.balanced.transfer import Copies, named_tensors
+from parallelize.backends.balanced.transfer import Copies
+from parallelize.backends.model_state import named_tensors
 
 __all__ = ["OTHER_DEVICE", "Staged"]
 

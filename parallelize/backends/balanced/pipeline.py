@@ -27,8 +27,8 @@ from parallelize.backends.balanced.batch import (
     joined_outputs,
 )
 from parallelize.backends.balanced.microbatch import Staged
-from parallelize.backends.balanced.state import ModelState
 from parallelize.backends.balanced.transfer import to_device
+from parallelize.backends.model_state import ModelState
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
 

@@ -54,10 +54,10 @@ from parallelize.backends.balanced.profiling import (
     find_units,
     measure_units,
     parameter_bytes,
-    seconds_of,
 )
-from parallelize.backends.balanced.state import ModelState
-from parallelize.backends.balanced.transfer import place, tensors_in
+from parallelize.backends.balanced.transfer import place
+from parallelize.backends.measuring import run_backward, seconds_of
+from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 
@@ -237,7 +237,7 @@ class Planner:
         """Return the seconds of forward and backward of the batch."""
         self._state.restore()
         args, kwargs = self._batch.trial(self._batch.size).inputs
-        return seconds_of(lambda: _run_backward(self.inner.model, call(*args, **kwargs)), self._used)
+        return seconds_of(lambda: run_backward(self.inner.model, call(*args, **kwargs)), self._used)
 
     def _leave_unsplit(self, why: str) -> Plan:
         return Plan(
@@ -355,16 +355,3 @@ def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches
     """Return the predicted seconds of a step, given the seconds of each stage for one micro-batch."""
     phases = (forward_s, backward_s)
     return sum(math.fsum(each) + (microbatches - 1) * max(each) for each in phases)
-
-
-def _run_backward(model: nn.Module, output: Any) -> None:
-    """Compute and discard the gradients of a model's parameters, where this can be done."""
-    wanted = [each for each in model.parameters() if each.requires_grad]
-    sums = [each.sum().real for each in tensors_in(output) if each.grad_fn is not None]
-    if not sums or not wanted:
-        return
-    try:
-        torch.autograd.grad(sums, wanted, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):  # torch's message: such a checkpoint stores gradients
-            raise

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced.transfer import owners, tensors_in
+from parallelize.backends.measuring import elapsed_s, free_bytes, now, shortest
 from parallelize.errors import ConfigError
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "find_units",
     "measure_units",
     "parameter_bytes",
-    "seconds_of",
 ]
 
 _USABLE = 0.9
@@ -187,14 +186,14 @@ def _costs(
     # Each storage counts once, those of parameters never.
     seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.layout is torch.strided}
     # What runs, on which device and since when. The first unit begins before it is called.
-    running = units[0], device, _now(device)
+    running = units[0], device, now(device)
 
     def begin(name: str, _module: Any, args: Any, kwargs: Any) -> None:
         nonlocal running
         before, where, began = running
-        laps.append((before, began, _now(where)))
+        laps.append((before, began, now(where)))
         where = next((each.device for each in tensors_in((args, kwargs))), where)
-        running = name, where, _now(where)
+        running = name, where, now(where)
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
@@ -211,7 +210,7 @@ def _costs(
         output = call()  # keeps what is saved, so that no two storages have one address
     begin("", model, output, None)
     for name, began, ended in laps:
-        found[name, "forward"] += _seconds(began, ended)
+        found[name, "forward"] += elapsed_s(began, ended)
     return found
 
 
@@ -240,40 +239,11 @@ def measure_units(
 
     # The gradients of each micro-batch are added to those of the ones before it.
     block = torch.ones(2**20, device=device)
-    adding = found.trained * (_shortest(lambda: block.add_(block), device) / block.nbytes)
+    adding = found.trained * (shortest(lambda: block.add_(block), device) / block.nbytes)
     forward, passes = line("forward"), 2.0 * (found.trained.cumsum(0) > 0)
     backward = Line(passes * forward.fixed + adding, passes * forward.per_sample)
     costs = {"forward": forward, "backward": backward, "saved": line("saved")}
     return replace(found, costs=costs)
-
-
-def seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
-    """Return the seconds from the begin of a call to the end of its work on all devices."""
-    accelerators = [each for each in devices if each.type != "cpu"]
-    for each in accelerators:
-        torch.accelerator.synchronize(each)
-    first = [*accelerators, torch.device("cpu")][0]
-    began = _now(first)
-    call()
-    for other in accelerators:
-        torch.accelerator.current_stream(first).wait_event(_now(other))
-    return _seconds(began, _now(first))
-
-
-def _now(device: torch.device) -> Any:
-    """Return a point in a device's work: the time of the CPU, or an event on the current stream."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
-def _seconds(began: Any, ended: Any) -> float:
-    if isinstance(began, float):
-        return float(ended - began)
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1000
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -322,28 +292,20 @@ def device_specs(
     return [
         DeviceSpec(
             device=str(device),
-            cap_bytes=min(_free_bytes(device, model) / devices.count(device), limit or _NO_LIMIT),
+            cap_bytes=min(_usable_bytes(device, model) / devices.count(device), limit or _NO_LIMIT),
             speed=seconds[kinds[0]] / seconds[kind],
         )
         for device, kind, limit in zip(devices, kinds, limits, strict=True)
     ]
 
 
-def _free_bytes(device: torch.device, model: nn.Module) -> float:
+def _usable_bytes(device: torch.device, model: nn.Module) -> float:
     if device.type != "cuda":
         return _NO_LIMIT
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
     own = sum(each.nbytes for each in model.parameters() if each.device == device)
-    return (free + reserved - torch.cuda.memory_allocated(device) + own) * _USABLE
+    return (free_bytes(device) + own) * _USABLE
 
 
 def _matmul_seconds(device: torch.device) -> float:
     matrix = torch.ones(1024, 1024, device=device)
-    return _shortest(lambda: matrix @ matrix, device)
-
-
-def _shortest(call: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest of three durations of a call, after one that warms up."""
-    return min([seconds_of(call, [device]) for _ in range(4)][1:])
+    return shortest(lambda: matrix @ matrix, device)

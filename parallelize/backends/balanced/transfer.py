@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from parallelize.backends.model_state import named_tensors
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.torch_patches import step
 
-__all__ = ["Copies", "named_tensors", "owners", "place", "restoring_placement", "tensors_in", "to_device"]
+__all__ = ["Copies", "owners", "place", "restoring_placement", "tensors_in", "to_device"]
 
 _Tensor: Any = torch.Tensor
 _NEVER_MOVED = frozenset({torch.autograd.grad, torch.autograd.backward, _Tensor.backward})
@@ -107,12 +108,6 @@ def place(model: nn.Module, unit_devices: Mapping[str, torch.device], *, otherwi
     for tensor, unit in owners(model, [*unit_devices]):
         _move_tensor(tensor, unit_devices.get(unit, otherwise))
     torch.clear_autocast_cache()  # of casts on the former devices
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model by all of their names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
 
 
 def owners(model: nn.Module, units: Sequence[str]) -> list[tuple[torch.Tensor, str]]:

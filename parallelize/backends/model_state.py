@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize.backends.balanced.transfer import named_tensors
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.rng import RNGState
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "named_tensors"]
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
 """Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces."""
@@ -59,6 +58,7 @@ class ModelState:
         self._contents = [(each, copy.copy(each)) for each in containers if type(each) in _CONTAINERS]
         self._values = self._named()
         self._forms = {name: _form(value) for name, value in self._values.items()}
+        self._buffers = [(each, each.detach().clone()) for each in model.buffers()]  # batch norm writes to them unseen
         self._written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by name: a tensor and its former value
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ class ModelState:
         for container, content in self._contents:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
-        for each, data in self._written.values():
+        for each, data in (*self._written.values(), *self._buffers):
             each.data.copy_(data)
         self._rng.restore()
 
@@ -106,6 +106,12 @@ class ModelState:
         }
         # The attributes of O2's casts, which are there during a forward, have the names of parameters.
         return {**found, **named_tensors(self._model)}
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model by all of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
 
 
 def _is_dense(value: Any) -> bool:
