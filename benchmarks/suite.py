@@ -48,6 +48,7 @@ BENCHMARKS = {
         quick=("--rounds", "1", "--size", "small", "--nets", "gpt", "--contenders", "torch.amp by hand", "parallelize"),
         on_gpu="a GPT of 124M parameters and a residual net in fp16 and bf16, with their memory",
     ),
+    "auto": Benchmark(quick=("--models", "large embedding", "--steps", "3", "--rounds", "1")),
     "balanced": Benchmark(quick=("--models", "conv chain", "--no-host")),
     "checkpoint": Benchmark(quick=("--megabytes", "10", "--rounds", "1")),
     "data": Benchmark(quick=("--rounds", "1"), on_gpu="(b): whether the copy of a batch is hidden"),

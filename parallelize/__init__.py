@@ -3,7 +3,7 @@
 - Calls: `distributed`, which makes a `DistributedFunction`; `Job` of a submitted call; launchers with options:
   `SlurmLauncher`, `RayLauncher`, `SSHLauncher`
 - Models: `parallel_model`, `no_sync`; backends with options: `DDPBackend`, `DDP2Backend`, `DPBackend`, `FSDPBackend`,
-  `BalancedBackend`, `plan`, `Plan`; mixed precision with options: `Amp`
+  `BalancedBackend`, `plan`, `Plan`, `AutoBackend`; mixed precision with options: `Amp`
 - Data: `shard_loader`, which makes a `ShardedLoader`
 - Checkpoints: `save`, `load`, `checkpoints`, `should_stop`
 - This process: `rank`, `local_rank`, `world_size`, `is_main`, `device`
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from parallelize.version import __version__
 
 if TYPE_CHECKING:
+    from parallelize.backends.auto.plugin import AutoBackend
     from parallelize.backends.balanced.plan import Plan, plan
     from parallelize.backends.balanced.plugin import BalancedBackend
     from parallelize.backends.ddp import DDP2Backend, DDPBackend
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Amp",
+    "AutoBackend",
     "BalancedBackend",
     "ConfigError",
     "DDP2Backend",
@@ -90,6 +92,7 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
+    "backends.auto.plugin": "AutoBackend",
     "backends.balanced.plan": "Plan plan",
     "backends.balanced.plugin": "BalancedBackend",
     "backends.ddp": "DDP2Backend DDPBackend",

@@ -66,8 +66,9 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
         function: the function, for `@distributed` without options.
         **options: each is optional:
 
-            - backend (str | Backend, "ddp"): how a model runs in parallel: "ddp", "fsdp", "dp", "ddp2", "balanced", or
-              an object with options, such as `DDPBackend(bucket_cap_mb=50)`.
+            - backend (str | Backend, "ddp"): how a model runs in parallel: "ddp", "fsdp", "dp", "ddp2", "balanced",
+              "auto" for the faster of "ddp" and "fsdp" that fits, or an object with options, such as
+              `DDPBackend(bucket_cap_mb=50)`.
             - gpus (int | str | list, None): the GPUs of each node: a number, indices, "0,2", "auto" for all; None: all
               of them, or the CPU on a node without GPUs.
             - processes (int, None): number of processes per node, on the CPU; with gpus="auto" only where there are no

@@ -90,22 +90,22 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 6_606,
-    "backends": 14_179,
+    "": 6_622,
+    "backends": 17_320,
     "backends/balanced": 14_094,
-    "block": 8_550,
+    "block": 8_601,
     "call": 9_771,
     "checkpoint": 9_261,
     "cli": 3_481,
     "cluster": 3_381,
     "comparison": 1_583,
-    "config": 5_875,
+    "config": 5_879,
     "data": 12_175,
     "hang_detection": 4_500,
     "launchers": 16_594,
-    "plugins": 1_559,
+    "plugins": 1_614,
     "precision": 6_986,
-    "runtime": 11_651,
+    "runtime": 11_668,
     "torch_patches": 2_462,
     "worker": 3_669,
 }

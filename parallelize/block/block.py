@@ -175,11 +175,11 @@ class _RoutedModel:
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:
         is_recording = torch.is_grad_enabled()
-        if is_recording:
-            self._before_forward((args, kwargs))
+        self.inner.__dict__["method"] = method  # nn.Module.__setattr__ is slow
         if self._device is not None:
             args, kwargs = map_leaves(self._to_device, (args, kwargs))
-        self.inner.__dict__["method"] = method  # nn.Module.__setattr__ is slow
+        if is_recording:
+            self._before_forward((args, kwargs))
         module = self.engine.module if is_recording else self.engine.local
         output = self._block.session.route(module, *args, **kwargs)
         if is_recording and (self._block.averaging.marks or self._block.run.world.world_size > 1):
@@ -195,6 +195,12 @@ class _RoutedModel:
         block = self._block
         if not block.first_step.is_over:
             block.first_step.add(inputs)
+        if not self.engine.is_chosen:
+            if block.reducer is not None:
+                block.reducer.close()  # an engine that shards parameters would keep its hooks
+            self.engine.choose(inputs)
+            self.replicas = self.engine.replicas or self.inner.model
+            block.refresh()
         if not block.summary.is_over:
             block.summary.log_once()
         if self._changes:

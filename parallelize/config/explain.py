@@ -32,7 +32,7 @@ def explain(layout: Layout, *, name: str, queue: str | None = None) -> str:
     if len(drives) > 1 and len(set(drives)) == 1:  # on the CPU, or on one GPU
         devices = f"{drives[0]}, for each of {len(drives)} local ranks"
     rows = {
-        "backend": f"{config.backend.name} (one process per {per})",
+        "backend": f"{config.backend.name} (one process per {per})\n{config.backend.note}".strip(),
         "processes": f"{layout.num_nodes} node(s) x {layout.local_world_size} = {layout.world_size}",
         "devices": devices,
         "starts": starts,

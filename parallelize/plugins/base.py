@@ -189,6 +189,8 @@ class Engine(abc.ABC):
             None: it does not.
         replicas: what each rank holds a copy of, if `reduction` is not None; None: the model.
         keeps_parameters: whether the user may add and replace modules and parameters in the block.
+        is_chosen: whether the engine is final; else the block calls `choose` before the first forward with gradients.
+        why: why a backend that chooses among others has chosen this engine, for the startup summary.
     """
 
     module: Callable[..., Any]
@@ -197,6 +199,11 @@ class Engine(abc.ABC):
     reduction: Reduction | None = None
     replicas: nn.Module | None = None
     keeps_parameters: bool = True
+    is_chosen: bool = True
+    why: str = ""
+
+    def choose(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:  # noqa: B027 - most engines are chosen
+        """Choose how to run the model, by the arguments of its first forward; the attributes above may change."""
 
     @property
     def is_replica(self) -> bool:
@@ -250,6 +257,11 @@ class Backend(abc.ABC):
     """Number of devices that a process of "node" drives; None: all of the node."""
     limitations: ClassVar[Mapping[str, str]] = {}
     """Property, tested in tests/contracts, that a model lacks under this backend -> reason, as shown to users."""
+
+    @property
+    def note(self) -> str:
+        """What `explain` adds to the name of the backend."""
+        return ""
 
     def renumbered(self, positions: Mapping[torch.device, torch.device]) -> Backend:
         """Return this backend for a process in which devices have other indices; positions: device -> device there."""

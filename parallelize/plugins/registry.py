@@ -15,6 +15,7 @@ Kind = Literal["backends", "launchers", "precision"]
 
 BUILTIN: Mapping[Kind, Mapping[str, str]] = {
     "backends": {
+        "auto": "auto.plugin:AutoBackend",
         "balanced": "balanced.plugin:BalancedBackend",
         "ddp": "ddp:DDPBackend",
         "ddp2": "ddp:DDP2Backend",

@@ -116,6 +116,7 @@ class StartupSummary:
             f"{size_text(sent)} of gradients averaged a step" if size > 1 else "",
             f"no peer access between GPUs {', '.join(apart)}: copies go through the host" if apart else "",
             precision_summary(self._run.layout).partition(":")[0],
+            *(each.why for each in self._engines.values()),
         ]
         return "; ".join(phrase for phrase in phrases if phrase)
 

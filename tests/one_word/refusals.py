@@ -39,6 +39,7 @@ REFUSALS: dict[tuple[str, str], Refusal] = {
     ("maml", "hsdp"): _GRAD,
     ("moco", "fsdp"): _WRITES,
     ("moco", "hsdp"): _WRITES,
+    ("tied_autoencoder", "auto"): _SHARED,
     ("tied_autoencoder", "fsdp"): _SHARED,
     ("tied_autoencoder", "hsdp"): _SHARED,
 }

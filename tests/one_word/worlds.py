@@ -63,6 +63,7 @@ WORLDS: dict[str, World] = {
     "fsdp": World("fsdp", 2, reference="ddp"),
     "ddp of 4": World("ddp", 4),
     "hsdp": World(HYBRID, 4, reference="ddp of 4"),
+    "auto": World("auto", 2, reference="ddp"),
     "plain": World("ddp", 1),
     "balanced": World(SPLIT, 1, reference="plain"),
 }

@@ -41,7 +41,7 @@ from parallelize.torch_patches.backward import is_in_backward
 if TYPE_CHECKING:
     from parallelize.backends.fsdp.plugin import FSDPBackend
 
-__all__ = ["FSDPEngine"]
+__all__ = ["FSDPEngine", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -64,7 +64,7 @@ class FSDPEngine(Engine):
     ) -> None:
         model = inner.model
         self._options, self._inner, self._restore = options, inner, restore
-        units = _units(model, options.blocks)
+        units = units_of(model, options.blocks)
         _refuse_gradients(model, units)
         refuse_unbroadcastable(model, accepts_expanded=True)
         first = next(model.parameters())
@@ -299,7 +299,7 @@ def _dictionaries(model: nn.Module) -> list[dict[Any, Any]]:
     return [*attributes, *(each for owner in attributes for each in owner.values() if isinstance(each, OrderedDict))]
 
 
-def _units(model: nn.Module, blocks: Any) -> list[nn.Module]:
+def units_of(model: nn.Module, blocks: Any) -> list[nn.Module]:
     """Return the submodules that `FSDPBackend.blocks` selects for fully_shard, inner ones first."""
     submodules = list(model.modules())[:0:-1]
     if blocks is None:

@@ -85,6 +85,12 @@ class FSDPBackend(Backend):
             fix=f"use 'world', 'node', or a divisor of {world.world_size} above 1",
         )
 
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Return the submodules whose parameters are gathered together, inner ones first."""
+        from parallelize.backends.fsdp.engine import units_of
+
+        return units_of(model, self.blocks)
+
     @override
     def engine(
         self,

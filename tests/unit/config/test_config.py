@@ -301,7 +301,7 @@ def test_unknown_plug_ins_list_the_known_ones(options, why):
 def test_a_backend_of_torch_is_told_its_option():
     """Torch calls nccl a backend, which is another option here."""
     (fault,) = faults_of(backend="nccl")
-    assert fault.fix.startswith("use process_group_backend='nccl' for the collectives; known: 'balanced'")
+    assert fault.fix.startswith("use process_group_backend='nccl' for the collectives; known: 'auto', 'balanced'")
 
 
 def test_process_group_backends():

@@ -1,0 +1,108 @@
+"""The choice among engines: the bytes and seconds that each is predicted to need, by what was measured of a model.
+
+    a device holds   parameters   optimizer state   in backward: what forward has saved, and gradients
+    ddp              all          all               all, and once more in the messages
+    fsdp             1/n          1/n               1/n, and a gathered block with its gradients, or all blocks
+
+A step takes forward, backward and the optimizer's step, and the messages. On an accelerator, messages that take less
+time than forward and backward are hidden behind them; on the CPU, which sends them itself, none are.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallelize.errors import ConfigError
+
+__all__ = ["SIZES", "Choice", "Facts", "choose", "saved_choices"]
+
+Facts = dict[str, float]
+"""Bytes of a model and its training, and seconds, by what they are of."""
+SIZES = (2**16, 2**22)
+"""Bytes of the messages that are timed."""
+_USABLE = 0.9
+"""Fraction of the memory that is used; the rest is for workspaces and fragmentation."""
+_PARTS = ("parameters", "gradients", "optimizer state", "saved for backward")
+_GIB = 2**30
+
+
+class Choice(NamedTuple):
+    """An engine with its options, what it is predicted to need, and the table of all engines."""
+
+    engine: str
+    options: dict[str, Any]
+    memory_bytes: float = 0.0
+    step_s: float = 0.0
+    table: str = ""
+
+    def __str__(self) -> str:
+        options = "".join(f" {name}={value}" for name, value in self.options.items())
+        return f"{self.engine}{options}: {self.memory_bytes / _GIB:.3f} GiB, {self.step_s * 1000:.1f} ms a step"
+
+
+def _predicted(facts: Facts, n: int) -> list[Choice]:
+    """Return the engines that are possible with n processes, with what they need."""
+    held, gradients, state, saved = (facts[each] for each in _PARTS)
+    on_accelerator, unit, outside = facts["is on accelerator"], facts["largest unit"], facts["outside of units"]
+
+    def sent_s(kind: str, size: float) -> float:  # in a message for each unit
+        small, large = (facts[f"s of {kind} of {each} bytes"] for each in SIZES)
+        return facts["units"] * small + size * max(0.0, large - small) / (SIZES[1] - SIZES[0])
+
+    def choice(engine: str, options: dict[str, Any], memory: float, sending: float) -> Choice:
+        computing = facts["s of forward and backward"]
+        return Choice(engine, options, memory, max(computing, sending, (1 - on_accelerator) * (computing + sending)))
+
+    # Messages are another copy of the gradients, and optimizers on accelerators compute with one.
+    in_step = max(facts["in backward"], gradients * (1 + max(on_accelerator, n > 1)))
+    reducing = sent_s("all_reduce", gradients) if n > 1 else 0.0
+    found = [choice("ddp", {}, held + state + in_step, reducing)]
+    for reshards in (True, False) if n > 1 else ():
+        # Two units are gathered at a time, or all. Backward frees what is saved while it computes the gradients of a
+        # unit, and their message; the shards of gradients come with it, or in place of parameters that it frees.
+        gathered, kept = (outside + 2 * unit, max(saved, gradients / n)) if reshards else (held, saved)
+        in_step = gathered + min(kept + 2 * max(outside, unit), facts["in backward"])
+        memory = (held + state) / n + max(in_step, gradients / n + facts["restored at the end"])
+        sending = reducing + (1 + reshards) * sent_s("all_gather", held)
+        found.append(choice("fsdp", {} if reshards else {"reshard_after_forward": False}, memory, sending))
+    return found
+
+
+def choose(facts: Facts, model: str, n: int) -> Choice:
+    """Return the fastest engine that fits.
+
+    Args:
+        facts: bytes and seconds, as `trial` measures them: the least memory of all ranks, and the most of other facts.
+        model: name of the model's class.
+        n: number of processes.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    found, most = _predicted(facts, n), facts["memory"] * _USABLE
+    fitting = [each for each in found if each.memory_bytes <= most]
+    if not fitting:
+        nearest = min(found, key=lambda each: each.memory_bytes)
+        held, gradients, state, saved = (facts[each] / _GIB for each in _PARTS)
+        raise ConfigError(
+            f"{model} fits no engine of backend='auto'; the nearest is {nearest}",
+            why=f"this is {(nearest.memory_bytes - most) / _GIB:.3f} GiB more than 90 % of a device's memory; of the "
+            f"whole model, in GiB: parameters {held:.3f}, gradients {gradients:.3f}, optimizer state {state:.3f}, "
+            f"saved for backward {saved:.3f}",
+            fix="make the optimizer before the block, else two tensors per parameter count; save less for backward, by "
+            "a smaller batch or torch.utils.checkpoint in the model; or use more devices, "
+            "FSDPBackend(cpu_offload=True), or backend='balanced', which divides a model over a node",
+        )
+    best = min(fitting, key=lambda each: each.step_s)
+    table = f"{model}: engines of backend='auto', with {most / _GIB:.3f} GiB to use on a device\n"
+    for each in found:
+        table += f"  {each}  ({'chosen' if each is best else 'slower' if each in fitting else 'does not fit'})\n"
+    return best._replace(table=table + "  balanced: not compared, as it needs one process per node")
+
+
+def saved_choices(path: str | None) -> dict[str, Choice]:
+    """Return the choices in a file: what was chosen for -> the choice."""
+    text = Path(path).read_text() if path and Path(path).exists() else "{}"
+    return {key: Choice(*each) for key, each in json.loads(text).items()}

@@ -1,0 +1,270 @@
+"""backend="auto" chooses the fastest engine that fits, and then trains exactly as the engine's name does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import AutoBackend, ConfigError, FSDPBackend, distributed, parallel_model, rank, world_size
+
+WIDTH = 256
+KEEPS_GATHERED = FSDPBackend(reshard_after_forward=False)
+# Of a Net with AdamW, ddp needs 5.4 MB, fsdp 3.7 MB, and 3.2 MB if it reshards after forward.
+LIMITS = {"ddp": None, "fsdp": 3_800_000, "fsdp reshard_after_forward=False": 5_000_000}
+NAMED: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", "fsdp reshard_after_forward=False": KEEPS_GATHERED}
+
+
+class Net(nn.Module):
+    """Blocks with statistics, masks and a counter."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.1))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(WIDTH, 10)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+    @property
+    def choices(self) -> list[str]:
+        """The engines that were chosen, as the tables say."""
+        rows = [line for line in self.text.splitlines() if line.endswith("(chosen)")]
+        return [row.strip().partition(":")[0] for row in rows]
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[Log]:
+    log, logger = Log(), logging.getLogger("parallelize")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    try:
+        yield log
+    finally:
+        logger.removeHandler(log)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(16, WIDTH)).square().mean().backward()
+    optimizer.step()
+
+
+def train(
+    backend: Any, *, is_made_inside: bool = False, steps: int = 3, kind: Any = torch.optim.AdamW
+) -> tuple[dict[str, Any], str]:
+    """Return the trained state with the numbers drawn next, and what was logged."""
+    torch.manual_seed(7 + rank())
+    model = Net()
+    made = None if is_made_inside else kind(model.parameters())
+    with logged() as log, parallel_model(model, backend=backend, buffers="rank0"):
+        optimizer = made or kind(model.parameters())
+        if rank() == 0 or getattr(backend, "plan", "named") is not None:  # rank 0 alone before the choice
+            with torch.no_grad():
+                model.eval()(torch.ones(2, WIDTH))
+        model.train()
+        for _ in range(steps):
+            step(model, optimizer)
+        drawn = torch.rand(3)
+    return {**model.state_dict(), "drawn": drawn}, log.text
+
+
+def chosen(text: str) -> list[str]:
+    log = Log()
+    log.text = text
+    return log.choices
+
+
+@pytest.mark.parametrize("is_made_inside", [False, True], ids=["optimizer before", "optimizer inside"])
+@pytest.mark.parametrize("engine", LIMITS)
+def test_training_is_that_of_the_chosen_engine(engine: str, is_made_inside: bool) -> None:
+    """Weights, statistics, attributes and random numbers are bitwise those of the engine that is named."""
+    run = distributed(processes=2)(train)
+    states = run.all_ranks(AutoBackend(memory=LIMITS[engine]), is_made_inside=is_made_inside)
+    expected = run.all_ranks(NAMED[engine], is_made_inside=is_made_inside)
+    assert chosen(states[0][1]) == [engine]
+    for (state, _), (named, _) in zip(states, expected, strict=True):
+        assert all(torch.equal(state[key], value) for key, value in named.items())
+
+
+def test_one_process_trains_as_without_the_library() -> None:
+    """The measurement leaves gradients, statistics, attributes and generators of one process as they were."""
+
+    def plain() -> dict[str, Any]:
+        torch.manual_seed(3)
+        random.seed(3)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(4, WIDTH)).mean().backward()  # gradients to which the first batch adds
+        model(torch.randn(16, WIDTH)).square().mean().backward()
+        optimizer.step()
+        return {**model.state_dict(), "drawn": torch.rand(3), "other": torch.tensor([random.random(), model.calls])}
+
+    def in_block() -> dict[str, Any]:
+        torch.manual_seed(3)
+        random.seed(3)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(4, WIDTH)).mean().backward()
+        with parallel_model(model, backend="auto"):
+            model(torch.randn(16, WIDTH)).square().mean().backward()
+            optimizer.step()
+        return {**model.state_dict(), "drawn": torch.rand(3), "other": torch.tensor([random.random(), model.calls])}
+
+    expected, state = plain(), in_block()
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+def test_the_table_the_start_line_and_the_report_are_logged_once_on_rank_0() -> None:
+    """After ten steps, the measured duration is beside the prediction."""
+
+    def run() -> str:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with logged() as log:
+            for _ in range(2):  # the second block knows the choice
+                with parallel_model(model, backend="auto", buffers="rank0"):
+                    for _ in range(12):
+                        step(model, optimizer)
+        return log.text
+
+    text, other = distributed(processes=2)(run).all_ranks()
+    assert other == ""
+    table, line, report = text.strip().split("\n", 5)[:5], *text.strip().splitlines()[5:]
+    assert table[0].startswith("Net: engines of backend='auto', with ")
+    assert [row.split(":")[0].strip() for row in table[1:]] == [*NAMED, "balanced"]
+    assert "2 processes" in line
+    assert "backend='auto' has chosen ddp: 0.005 GiB" in line
+    assert report.startswith("ddp: 0.005 GiB, ")
+    assert " ms a step predicted; measured: " in report
+
+
+def test_a_model_that_fits_nowhere_is_told_what_is_missing() -> None:
+    """The error names the nearest engine, the excess, the parts, and what would help."""
+    with pytest.raises(ConfigError) as caught:
+        distributed(processes=2)(train)(AutoBackend(memory=3_000_000))
+    (fault,) = caught.value.faults
+    assert fault.what.startswith("Net fits no engine of backend='auto'; the nearest is fsdp: 0.00")
+    assert "GiB more than 90 % of a device's memory" in fault.why
+    assert all(part in fault.why for part in ("parameters", "gradients", "optimizer state", "saved for backward"))
+    assert all(word in fault.fix for word in ("smaller batch", "checkpoint", "more devices", "balanced"))
+
+
+def test_a_plan_is_used_again_for_the_same_model_and_limit(tmp_path: Path) -> None:
+    """Another limit is measured, and kept beside it; explain() shows the tables."""
+    path = tmp_path / "plan.json"
+    backend = AutoBackend(plan=str(path))
+    run = distributed(processes=2)(train)
+    assert "chosen at the first forward" in distributed(backend=backend, processes=2)(train).explain()
+    assert chosen(run(backend)[1]) == ["ddp"]
+    assert "Net: engines of backend='auto'" in distributed(backend=backend, processes=2)(train).explain()
+    kept = json.loads(path.read_text())
+    ((key, choice),) = kept.items()
+    path.write_text(json.dumps({key: ["fsdp", {}, *choice[2:]]}))
+    state, text = run(backend)
+    assert chosen(text) == []
+    assert "backend='auto' has chosen fsdp: " in text
+    expected, _ = run("fsdp")
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    assert chosen(run(AutoBackend(plan=str(path), memory=10**9))[1]) == ["ddp"]
+    assert len(json.loads(path.read_text())) == 2
+
+
+def test_the_rank_with_the_least_memory_decides() -> None:
+    """All ranks choose what fits on each of them."""
+
+    def run() -> str:
+        return train(AutoBackend(memory=10**9 if rank() == 0 else LIMITS["fsdp"]))[1]
+
+    assert chosen(distributed(processes=2)(run)()) == ["fsdp"]
+
+
+class Unknown(torch.optim.SGD):
+    """An optimizer whose state is not known."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [(torch.optim.SGD, "ddp"), (Unknown, "fsdp reshard_after_forward=False")], ids=["SGD", "other"]
+)
+def test_the_state_of_optimizers_counts(kind: Any, engine: str) -> None:
+    """SGD keeps nothing; an optimizer that is not torch's is taken to keep two tensors a parameter."""
+
+    def run() -> str:
+        return train(AutoBackend(memory=4_900_000), kind=lambda parameters: kind(parameters, 0.1))[1]
+
+    assert chosen(distributed(processes=2)(run)()) == [engine]
+
+
+def test_parameters_that_do_not_fit_with_gradients_are_sharded_at_once() -> None:
+    """Nothing is measured: forward runs once."""
+
+    def run() -> tuple[str, int]:
+        model = Net(depth=24)
+        size = sum(each.nbytes for each in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with logged() as log, parallel_model(model, backend=AutoBackend(memory=int(1.8 * size)), restore=False):
+            step(model, optimizer)
+        return log.text, model.calls
+
+    text, calls = distributed(processes=2)(run)()
+    assert (chosen(text), calls) == (["fsdp"], 1)
+    assert "fsdp: 0.007 GiB, inf ms a step  (chosen)" in text
+
+
+def test_limits_of_the_process_count() -> None:
+    """Under ulimit -d, free memory is what the limit leaves."""
+
+    def run() -> list[str]:
+        used = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+        limit = int(used.split()[1]) * 1024 + 2**30
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        return [line for line in train("auto")[1].splitlines() if "to use" in line]
+
+    (line,) = distributed(processes=2)(run)()
+    assert 0.5 < float(line.split("with ")[1].split()[0]) <= 0.9
+
+
+def test_submodules_train_before_the_first_forward() -> None:
+    """Gradients of a call of a submodule are averaged, and the model goes on with the chosen engine."""
+
+    def run(backend: Any) -> dict[str, Any]:
+        torch.manual_seed(5)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with parallel_model(model, backend=backend, buffers="rank0"):
+            x = torch.full((4, WIDTH), rank() + 1.0) / world_size()
+            model.head(x).square().mean().backward()
+            optimizer.step()
+            for _ in range(2):
+                step(model, optimizer)
+        return dict(model.state_dict())
+
+    state = distributed(processes=2)(run)(AutoBackend(memory=LIMITS["fsdp"]))
+    for key, value in distributed(processes=2)(run)("ddp").items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
