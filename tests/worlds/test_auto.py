@@ -194,6 +194,9 @@ def test_a_plan_is_used_again_for_the_same_model_and_limit(tmp_path: Path) -> No
     assert all(torch.equal(state[key], value) for key, value in expected.items())
     assert chosen(run(AutoBackend(plan=str(path), memory=10**9))[1]) == ["ddp"]
     assert len(json.loads(path.read_text())) == 2
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="holds no choices"):
+        run(backend)
 
 
 def test_the_rank_with_the_least_memory_decides() -> None:

@@ -105,4 +105,11 @@ def choose(facts: Facts, model: str, n: int) -> Choice:
 def saved_choices(path: str | None) -> dict[str, Choice]:
     """Return the choices in a file: what was chosen for -> the choice."""
     text = Path(path).read_text() if path and Path(path).exists() else "{}"
-    return {key: Choice(*each) for key, each in json.loads(text).items()}
+    try:
+        return {key: Choice(*each) for key, each in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"AutoBackend(plan={path!r})",
+            why=f"the file holds no choices that this version has written ({error})",
+            fix="delete it, or name another file",
+        ) from None
