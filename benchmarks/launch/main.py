@@ -98,6 +98,42 @@ def torchrunx(function: Callable[..., Any], *args: Any) -> None:
     Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo").run(function, *args)
 
 
+def ray_train(function: Callable[..., Any], *args: Any) -> None:
+    import ray
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    if not ray.is_initialized():  # the cluster on this machine stays for the second call
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    TorchTrainer(
+        lambda config: function(*config["args"]),
+        train_loop_config={"args": args},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2),
+    ).fit()
+
+
+def monarch(function: Callable[..., Any], *args: Any) -> None:
+    from monarch.actor import Actor, endpoint, this_host
+    from monarch.spmd import setup_torch_elastic_env
+
+    class Runner(Actor):
+        @endpoint
+        def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            function(*args)
+
+    if not _kept:  # its processes are kept for the second call
+        meshes = this_host().spawn_procs(per_host={"gpus": 2})
+        setup_torch_elastic_env(meshes)
+        _kept.append(meshes.spawn("runner", Runner))
+    _kept[0].run.call(function, args).get()
+
+
+_kept: list[Any] = []
+
+
 def accelerate_fork(function: Callable[..., Any], *args: Any) -> None:
     from accelerate import debug_launcher
 
@@ -129,6 +165,8 @@ CONTENDERS: dict[str, tuple[Callable[..., None], str, bool, bool]] = {
     "Fabric, ddp_spawn": (fabric_spawn, "lightning_fabric", True, True),
     "ignite, Parallel": (ignite, "ignite", True, True),
     "torchrunx": (torchrunx, "torchrunx", True, True),
+    "Ray Train": (ray_train, "ray", True, True),
+    "Monarch, kept processes": (monarch, "monarch", True, True),
     "Accelerate, debug_launcher": (accelerate_fork, "accelerate", False, True),
 }
 MEASURES = ("first", "second", "model", "failure")

@@ -35,7 +35,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.rank_state import Collective, RankState
 from parallelize.hang_detection.watchdog import Judge
-from parallelize.launchers.local.nodes import Nodes, Report
+from parallelize.launchers.local.nodes import Nodes
 
 RANKS_PER_NODE = 8
 HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=60)
@@ -195,7 +195,7 @@ def failure(num_nodes: int) -> dict[str, float]:
         ends = [threads.submit(run_node, node) for node in nodes[:-1]]
         failed_at = time.monotonic()
         nodes[-1].stop()
-        ends.append(threads.submit(nodes[-1].exchange, Report(has_returned=False, outcomes={})))
+        ends.append(threads.submit(nodes[-1].exchange, {}))
         for each in ends:
             each.result()
         ended_at = time.monotonic()
@@ -206,7 +206,7 @@ def failure(num_nodes: int) -> dict[str, float]:
 def run_node(node: Nodes) -> None:
     """Do what the launcher of a node does: end when a node has failed, and wait for all reports."""
     wait_until(node.is_stopped)
-    node.exchange(Report(has_returned=False, outcomes={}))
+    node.exchange({})
 
 
 def open_descriptors(pid: int) -> int:

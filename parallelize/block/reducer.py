@@ -162,6 +162,7 @@ class Reducer:
     def refresh(self, models: Sequence[tuple[nn.Module, Reduction]]) -> None:
         """Hook the present parameters; what was averaged before is compared at the next step."""
         self.close()
+        self._is_ordered = any(reduction.is_ordered for _, reduction in models)  # then those of all are
         for model, reduction in models:
             own = []
             sparse = {id(each.weight) for each in model.modules() if has_sparse_gradient(each)}
@@ -202,7 +203,7 @@ class Reducer:
             return
         self.require_seen()
         self._is_running, self._is_alone = True, len(routed_models()) == len(self.models)
-        earlier = self._set_aside()
+        earlier = self._set_aside() if self._is_ordered else []
         try:
             run(each)
             self._finish()
@@ -211,12 +212,12 @@ class Reducer:
             raise
         finally:
             self._is_running = False
-            _add_to(earlier)
+            if earlier:
+                _add_to(earlier)
 
     def _set_aside(self) -> list[tuple[Slot, torch.Tensor]]:
         """Take the gradients of earlier passes, so that this one's are averaged alone, in one order."""
-        ordered = [slot for slot in self.slots.values() if slot.model.reduction.is_ordered]
-        found = [(slot, slot.parameter.grad) for slot in ordered if slot.parameter.grad is not None]
+        found = [(slot, slot.parameter.grad) for slot in self.slots.values() if slot.parameter.grad is not None]
         for slot, _ in found:
             slot.parameter.grad = None
         return found

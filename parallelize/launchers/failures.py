@@ -45,7 +45,7 @@ def ended(rank: int, host: str, pid: int, exitcode: int, *, seen_at: float, outp
     tail = "\n".join(line for text in output for line in text.splitlines()[-_TAIL_LINES:])
     mismatch = _GLOO_SIZE_MISMATCH.search(output[1])
     if mismatch is not None:
-        line = call_site_in(output[1].rpartition(_STACK_HEADER)[2])
+        line = call_site_in("".join(output[1].rpartition(_STACK_HEADER)[1:]))
         error = SyncError(
             f"rank {rank} received data of another size than its collective expects, at {line or 'an unknown line'}",
             why=f"ranks are in different collectives, or pass tensors of different shapes or dtypes ({mismatch[1]})",
@@ -70,7 +70,9 @@ def caller_exception(
     cause = next(filter(is_cause, failed), failed[0])
     error, notes = _error_of(cause, world_size)
     by_rank = {each.rank: each for each in outcomes}
-    texts = {rank: _describe_rank(by_rank.get(rank)) for rank in range(world_size) if rank != cause.rank}
+    others = [rank for rank in range(world_size) if rank != cause.rank]
+    names_lines = isinstance(error, SyncError) and not cause.traceback
+    texts = {rank: _describe_rank(by_rank.get(rank), names_lines=names_lines) for rank in others}
     notes.append(f"the others: {_group_ranks(texts)}" if texts else "no other rank exists")
     notes += (f"attempt {attempt} had failed with {_one_line(before)}" for attempt, before in enumerate(earlier))
     for note in notes:
@@ -129,17 +131,17 @@ def _describe_exit(exitcode: int) -> str:
     return f"was ended by {name}" if name else f"ended with exit code {exitcode}"
 
 
-def _describe_rank(outcome: Outcome | None) -> str:
+def _describe_rank(outcome: Outcome | None, *, names_lines: bool) -> str:
     """Describe in a few words how a rank other than the root cause ended."""
+    line = call_site_in(outcome.traceback) if outcome is not None else ""
     if outcome is None or was_stopped(outcome):
-        return "stopped"
+        return "stopped" + (f" at {line}" if line and names_lines else "")
     error = outcome.error
     if error is None:
         return "had returned"
     if isinstance(error, WorkerError) and error.exitcode is not None:
         return _describe_exit(error.exitcode)
     if _is_connection_loss(outcome):
-        line = call_site_in(outcome.traceback)
         return "lost the connection" + (f" at {line}" if line else "")
     return _one_line(error)
 

@@ -103,8 +103,8 @@ class StartupSummary:
                 sent += number * each.requires_grad * (dtype or each.dtype).itemsize
         batches = sorted({each.batch_sizes for each in _active_loaders if each.batch_sizes})
         size, kind, devices = self._run.world.world_size, self._run.device.type, self._run.devices
-        # On other types of devices, torch has no such function.
-        pairs = itertools.combinations(devices, 2) if kind == "cuda" else ()
+        gpus = [each for each in devices if each.type == "cuda"] if torch.cuda.is_available() else []
+        pairs = itertools.combinations(gpus, 2)
         apart = [f"{a.index} and {b.index}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         logical = self._run.config.logical
         phrases = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parallelize import distributed, rank
+from parallelize import barrier, distributed, rank
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -92,6 +92,7 @@ def log_much(count: int) -> None:
     for number in range(count):
         logging.getLogger("much").info("%d", number)
     if count == 3:
+        barrier()  # the first rank that fails stops the others
         raise LookupError("after the last record")
 
 
