@@ -56,6 +56,9 @@ BENCHMARKS = {
     "launch": Benchmark(
         quick=("--rounds", "1", "--measures", "first", "--contenders", "parallelize", "torch.multiprocessing.spawn")
     ),
+    "logical": Benchmark(
+        quick=("--rounds", "1", "--steps", "2", "--models", "8 convolutions", "--processes", "1", "--parts", "2")
+    ),
     "scale": Benchmark(quick=("--counts", "1", "4", "--seconds", "1", "--processes", "1", "2")),
     "scaling": Benchmark(
         full=("--svg", "{folder}/scaling-curve.svg"),
