@@ -23,7 +23,7 @@ import torch
 
 __all__ = ["Ratio", "Table", "machine", "plot", "ratios_of", "tables_of"]
 
-PEERS = ("accelerate", "lightning-fabric", "pytorch-ignite", "torchgpipe", "torchrunx")
+PEERS = ("accelerate", "lightning-fabric", "pytorch-ignite", "ray", "torchgpipe", "torchmonarch", "torchrunx")
 _TIMES = re.compile(r"(\d+(?:\.\d+)?)x\b")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?$")
 

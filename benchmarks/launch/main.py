@@ -240,7 +240,9 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
                 continue
             ratio = statistics.median(seconds) / statistics.median(ours)
             times = "" if len(seconds) == len(rounds) else f", {len(seconds)} of {len(rounds)} rounds"
-            cells.append(f"{statistics.median(seconds):.2f} / {min(seconds):.2f} s ({ratio:.1f}x{times})")
+            digits = 2 if min(seconds) >= 0.01 else 4
+            middle, least = statistics.median(seconds), min(seconds)
+            cells.append(f"{middle:.{digits}f} / {least:.{digits}f} s ({ratio:.{digits - 1}f}x{times})")
         lines.append(f"| {name} | {'yes' if CONTENDERS[name][2] else 'no'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

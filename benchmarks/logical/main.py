@@ -64,7 +64,7 @@ def train(name: str, samples: int, steps: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     data = TensorDataset(torch.randint(TOKENS, (SAMPLES * (steps + WARMUP), LENGTH)))
     begin = 0.0
-    with parallel_model(model):
+    with parallel_model(model, buffers="rank0"):
         for number, (x,) in enumerate(shard_loader(DataLoader(data, batch_size=samples))):
             if number == WARMUP:
                 begin = time.process_time()
