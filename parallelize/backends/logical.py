@@ -13,7 +13,6 @@ loss multiplies the gradients of a part by, 1/samples of the process, differs by
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
 import warnings
@@ -33,7 +32,7 @@ from parallelize.runtime.autograd_graph import MODELS_KEY, has_sparse_gradient, 
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.context import PART_SIZES, Runtime, current
 from parallelize.runtime.loss_counts import loss_counts
-from parallelize.runtime.rng import RNGState, global_generators
+from parallelize.runtime.rng import RNGState, derive_seed, global_generators
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 from parallelize.torch_patches.forward import SplitAtBuckets
@@ -182,7 +181,7 @@ class Parts(nn.Module):
             self._recorded += 1
             bits.forwards = max(bits.forwards - 1, 0)
         self._since += 1
-        parts, outputs = _split((args, kwargs), sizes), []
+        parts = _split((args, kwargs), sizes)
         is_first = is_recorded and self._recorded == 1
         buffers = dict(self._inner.named_buffers()) if is_first or len(parts) > 1 else {}
         # Each part begins with the same buffers; those of the first one stay, as rank 0's under ddp.
@@ -202,7 +201,7 @@ class Parts(nn.Module):
 
     def _run(self, number: int, part: Any, buffers: dict[str, torch.Tensor]) -> Any:
         bits = self._bits
-        seed = int(_hash(f"{self._drawn}/{self._since}/{self._first + number}"), 16)
+        seed = derive_seed(self._drawn, self._since, self._first + number)
         for each in global_generators(bits.run.devices).values():
             each.seed(seed)
         tensors = dict(buffers)
@@ -296,7 +295,3 @@ def _joined_leaf(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
             fix="return tensors with the batch dimension first, or losses that are means over samples",
         )
     return first
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=7).hexdigest()

@@ -308,9 +308,9 @@ def load_into(path: Path, objects: Named, *, call: str, rng: bool = True, strict
         each.set()
     # This rank's datasets and random numbers go on from where they were.
     world, states = context.current().world, checkpoint.record.get("rng", ())
-    own = (states[world.rank] if world.world_size == len(states) else None) or {}
-    if states and context.current().config.logical:  # the same on all ranks
-        own = states[0]
+    has_parts = context.current().config.logical is not None  # then all ranks have one state
+    is_known = len(states) > 0 if has_parts else world.world_size == len(states)
+    own = (states[0 if has_parts else world.rank] if is_known else None) or {}
     for name, state in own.get("data", {}).items():
         if state is not None and hasattr(type(objects.get(name)), "load_rank_state"):
             objects[name].load_rank_state(state)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, _utils, get_worker_info
 
 from parallelize.cluster.world import World
-from parallelize.data.rng import IsolatedRNG, derive_seed, stream_rng
+from parallelize.data.rng import IsolatedRNG, stream_rng
 from parallelize.data.sampling import EpochSplit, Tail, sample_fingerprint
 from parallelize.data.source import (
     Divides,
@@ -26,7 +26,7 @@ from parallelize.data.source import (
 )
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rng import RNGState
+from parallelize.runtime.rng import RNGState, derive_seed
 from parallelize.torch_patches.private import unsupported
 
 __all__ = ["BatchIterableSource", "IterableStyleSource", "own_sharding"]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset
 
 from parallelize.cluster.world import World
-from parallelize.data.rng import IsolatedRNG, derive_seed, sampler_seed, samplers_in, stream_rng
+from parallelize.data.rng import IsolatedRNG, sampler_seed, samplers_in, stream_rng
 from parallelize.data.sampling import Tail, draw_order, is_exactly, order_fingerprint
 from parallelize.data.source import EpochShard, LoaderOptions, Source, copy_of, length_of
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rng import global_generators
+from parallelize.runtime.rng import derive_seed, global_generators
 
 __all__ = ["MapStyleSource"]
 
@@ -35,7 +35,10 @@ class _Units:
 
     def __iter__(self) -> Iterator[Any]:
         # torch's iterator over workers calls this twice: when it is created and when it is reset.
-        return iter(self.shard)
+        source, position = self.shard.source, self.shard.position
+        if source.run.config.logical is None:
+            return iter(self.shard)
+        return (source.seeded(units, position.epoch) for units in self.shard)
 
     def __len__(self) -> int:
         return self.shard.source.steps(self.shard.split) or 0
@@ -122,10 +125,8 @@ class MapStyleSource(Source):
         self._units.shard, self.is_iterated = shard, False
         return self.iterate(shard.position, shard.position.start)
 
-    def seeded(self, units: Any, epoch: int) -> Any:
+    def seeded(self, units: Sequence[Any], epoch: int) -> list[Any]:
         """Return indices with the seed of each, which does not depend on the number of processes."""
-        if self.run.config.logical is None:
-            return units
         base = self.base_seed()
         return [(unit, derive_seed("sample", base, epoch, unit)) for unit in units]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from torch.utils.data import Sampler
 
 from parallelize.runtime.rng import GeneratorAccess, global_generators
 
-__all__ = ["IsolatedRNG", "derive_seed", "sampler_seed", "samplers_in", "stream_rng"]
+__all__ = ["IsolatedRNG", "sampler_seed", "samplers_in", "stream_rng"]
 
 
 class IsolatedRNG:
@@ -74,12 +73,6 @@ def sampler_seed(sampler: object, default: int) -> int:
     generator = next(_generators(sampler), None)
     # That of a negative seed leaves no room for epochs.
     return default if generator is None else generator.initial_seed() % 2**63
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a seed computed from values by hashing."""
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def samplers_in(sampler: Any, depth: int = 5) -> Iterator[Any]:

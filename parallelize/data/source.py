@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from parallelize.collectives import all_gather
-from parallelize.data.rng import derive_seed, sampler_seed
+from parallelize.data.rng import sampler_seed
 from parallelize.data.sampling import (
     EpochSplit,
     Tail,
@@ -28,6 +28,7 @@ from parallelize.data.sampling import (
 from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.rng import derive_seed
 
 __all__ = [
     "Batch",
@@ -145,11 +146,11 @@ class EpochShard:
         batches: Iterable[Sequence[Any]]
         if self.order is not None:
             shares = [split.batches(self.order, share) for share in source.shares]
-            batches = shares[0] if len(shares) == 1 else map(_joined, itertools.zip_longest(*shares, fillvalue=()))
+            steps = itertools.zip_longest(*shares, fillvalue=())
+            batches = shares[0] if len(shares) == 1 else map(list, map(itertools.chain.from_iterable, steps))
         else:
             stream = self.stream if source.is_own else self._hashed_stream()
             batches = split.batches_of_stream(stream, source.rank)
-        batches = (source.seeded(batch, self.position.epoch) for batch in batches)
         return map(list, batches) if source.is_grouped else (batch[0] for batch in batches)
 
     def _hashed_stream(self) -> Iterator[Any]:
@@ -184,9 +185,9 @@ class EpochShard:
 
     def part_sizes(self, step: int) -> tuple[list[int], bool]:
         """Return the number of samples of each share of this process in a step, and whether all shares have as many."""
-        sizes = [self._samples_at(self.split.positions(share, step)) for share in range(self.split.world_size)]
-        shares = self.source.shares
-        return sizes[shares.start : shares.stop], len({*sizes}) == 1
+        split = self.split
+        first, last = (len(split.positions(share, step)) for share in (0, split.world_size - 1))
+        return [self._samples_at(split.positions(share, step)) for share in self.source.shares], first == last
 
     def _samples_at(self, positions: Sequence[int]) -> int:
         if self.source.is_grouped:
@@ -368,10 +369,6 @@ class Source:
         """Return all units of an epoch, or None and a stream of them."""
         raise NotImplementedError
 
-    def seeded(self, units: Any, _epoch: int) -> Any:
-        """Return the units of a step as the copied loader gets them."""
-        return units
-
     def batches(self, shard: EpochShard) -> Iterator[Any]:
         """Yield the batches of a shard; called only once."""
         raise NotImplementedError
@@ -461,10 +458,6 @@ class Source:
                 if isinstance(epoch, int) and epoch != told:
                     return epoch
         return None
-
-
-def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:
-    return [unit for part in parts for unit in part]
 
 
 def length_of(sized: Any) -> int | None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from parallelize.runtime.context import Runtime
 
-__all__ = ["GeneratorAccess", "RNGState", "global_generators", "random_numbers_per_rank"]
+__all__ = ["GeneratorAccess", "RNGState", "derive_seed", "global_generators", "random_numbers_per_rank"]
 
 
 class GeneratorAccess(NamedTuple):
@@ -108,6 +108,12 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
         for name, each in generators.items():
             if ranks[0].get(name) == own[name]:
                 each.set(states[0][name])
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a seed computed from values by hashing."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _hash(value: object) -> str:
