@@ -1,12 +1,17 @@
-"""Simulates the ranks of a world in one process, one after the other."""
+"""Simulates the ranks of a world in one process, one after the other; or starts a script as each of them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
+import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,45 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
-__all__ = ["as_rank", "keep_sigchld_handler", "outcomes_of", "own_generators", "values", "without_leak_report"]
+__all__ = [
+    "as_rank",
+    "free_port",
+    "keep_sigchld_handler",
+    "outcomes_of",
+    "outputs_of_ranks",
+    "own_generators",
+    "values",
+    "without_leak_report",
+]
+
+
+def free_port() -> int:
+    """Return a port of loopback that was free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def outputs_of_ranks(script: Path, *arguments: Any, world_size: int = 2, per_node: int = 1) -> list[str]:
+    """Run a script, which may import tests, as each rank of a world on loopback, and wait; return their outputs."""
+    port, tests, running = free_port(), Path(__file__).parent, []
+    for rank in range(world_size):
+        node, local = divmod(rank, per_node)
+        world = World(rank, local, node, world_size, per_node, "127.0.0.1", port)
+        paths = os.pathsep.join([str(tests), str(tests.parent)])
+        environ = {**os.environ, **world.env(), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script), *map(str, arguments)]
+        running.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in running] == [0] * world_size, "\n".join(outputs)
+    return outputs
 
 
 @contextlib.contextmanager

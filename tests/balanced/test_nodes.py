@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from balanced.models import Gpt, loss_of, seeded
-
-from parallelize.cluster.world import World
+from ranks import outputs_of_ranks
 
 # Each process is a separate node, as under torchrun.
 SCRIPT = """
@@ -59,25 +54,7 @@ torch.save(found, Path(sys.argv[1]) / f"{rank()}.pt")
 
 def run_nodes(folder: Path) -> list[dict[str, Any]]:
     (folder / "script.py").write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = []
-    for node in range(2):
-        world = World(rank=node, node_rank=node, world_size=2, num_nodes=2, master_addr="127.0.0.1", master_port=port)
-        path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
-        environ = {**os.environ, **world.env(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(folder / "script.py"), str(folder)]
-        running.append(
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
+    outputs_of_ranks(folder / "script.py", folder)
     return [torch.load(folder / f"{node}.pt") for node in range(2)]
 
 

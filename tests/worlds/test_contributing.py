@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -115,9 +115,7 @@ def test_the_guides_launcher(
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\nshift 2\nexec sh -c "$*"\n')
     ssh.chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environ = {
         "PYTHONPATH": f"{my_package}:{os.environ.get('PYTHONPATH', '')}",
         "PATH": f"{ssh.parent}:{os.environ['PATH']}",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +21,7 @@ FOLDER = EXAMPLES / "16_kubernetes"
 @pytest.fixture
 def port() -> str:
     """A free port for the first pod."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    return str(free_port())
 
 
 def number(manifest: str, name: str) -> int:

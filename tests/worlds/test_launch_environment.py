@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import free_port
 
 from parallelize import distributed
 from parallelize.cluster.world import World
@@ -147,9 +147,7 @@ def test_calls_with_different_timeouts_share_the_store_that_rank_0_serves(tmp_pa
     """Under mpirun rank 0 serves the store: a second call with another timeout= uses the same one."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     world = {
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ranks import free_port
 from worlds.two_hosts import Host, missing, two_hosts
 
 pytestmark = pytest.mark.slow
@@ -134,9 +135,7 @@ def on_loopback(node_rank: int | None, port: int) -> dict[str, str]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 def running_pids(pids: Sequence[int]) -> list[int]:

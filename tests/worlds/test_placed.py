@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,12 @@ def test_processes_started_by_hand(tmp_path: Path) -> None:
     """With torchrun's variables set by hand, and no agent that serves a store, rank 0 serves it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     started = [
         subprocess.Popen(
             [sys.executable, str(script), "{}"],
@@ -89,9 +94,3 @@ def test_processes_started_by_hand(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [json.loads(process.communicate(timeout=240)[0]) for process in started] == [RESULT, RESULT]
-
-
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
