@@ -6,7 +6,7 @@ pages are read on first access, and each process has private tensors. (In shared
 would train the same tensors.) The file may be deleted while it is mapped.
 
 A worker runs no script, so the functions and classes of its `__main__` come from the pickled task
-(`populate_main`). Its child processes, mostly DataLoader workers, get them by value.
+(`populate_main`). Its spawned children, such as DataLoader workers, get them by value, too.
 """
 
 from __future__ import annotations
@@ -394,23 +394,39 @@ def populate_main(function: Any) -> None:
             names.setdefault(kind.__name__, kind)
 
 
-def pickle_main_by_value() -> None:
-    """Make multiprocessing pickle functions and classes of `__main__` by value for spawned children."""
+def pickle_main_by_value(folder: Path) -> None:
+    """Let this process send functions and classes of `__main__` to spawned children: each in a file, by value, once.
+
+    This begins with the first child that is spawned, since children that are forked have them.
+
+    Args:
+        folder: gets the files.
+    """
     module: Any = reduction
-    module.dump = lambda obj, file, protocol=None: _ChildPickler(file, protocol).dump(obj)
+    dump, owner, written = module.dump, os.getpid(), dict[int, tuple[Path, object]]()
 
-
-class _ChildPickler(reduction.ForkingPickler):
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+    def reduce(_pickler: object, obj: Any) -> Any:
+        is_sent = isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__"
+        if not is_sent or os.getpid() != owner:
+            return NotImplemented
+        if id(obj) not in written:
             buffer = io.BytesIO()
             _Pickler(buffer).dump(obj)
-            return _load_in_child, (buffer.getvalue(),)
-        return NotImplemented
+            path = folder / f"main.{owner}.{len(written)}"
+            path.write_bytes(buffer.getvalue())
+            written[id(obj)] = path, obj
+        return _load_in_child, (str(written[id(obj)][0]),)
+
+    def dump_for_child(*args: Any) -> None:
+        module.ForkingPickler.reducer_override = reduce
+        dump(*args)
+
+    module.dump = dump_for_child
 
 
-def _load_in_child(data: bytes) -> Any:
+@functools.cache
+def _load_in_child(path: str) -> Any:
     """Unpickle an object in a child process, and let the child pickle its instances."""
-    loaded = cloudpickle.loads(data)
+    loaded = cloudpickle.loads(Path(path).read_bytes())
     populate_main(loaded)
     return loaded

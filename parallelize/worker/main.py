@@ -148,7 +148,7 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
             # A scheduler that was pickled has lost its mark on optimizer.step, and would warn about that.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
             populate_main(task.function)
-            pickle_main_by_value()
+            pickle_main_by_value(folder)
             _perform(task, world, shutdown, setup)
         faulthandler.dump_traceback_later(LEAVE_GRACE_S, exit=True, file=2)  # sys.stderr may be another object by now
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome

@@ -84,6 +84,8 @@ def test_a_script_without_name_main(how: str, run_script: Run) -> None:
 
 # All objects that are sent to and from the loader's workers contain a class or function of __main__.
 SPAWNED = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from parallelize import distributed, shard_loader
@@ -114,16 +116,20 @@ def train():
     )
     batches = list(shard_loader(loader))
     assert all(isinstance(batch, Batch) for batch in batches)
-    return [batch.values for batch in batches]
+    spawning = multiprocessing.get_context("spawn")
+    with spawning.Pool(1) as pool, ProcessPoolExecutor(1, spawning) as executor:
+        values = [*pool.map(scaled, [1]), *executor.map(scaled, [2]), pool.apply(Batch, [[0]])]
+    assert isinstance(values.pop(), Batch)
+    return [batch.values for batch in batches], values
 
 seen = train.all_ranks()
-assert seen == [[[0, 6]], [[3, 9]]], seen
+assert seen == [([[0, 6]], [3, 6]), ([[3, 9]], [3, 6])], seen
 print("done")
 """
 
 
-def test_workers_of_a_loader_that_are_not_forked(run_script: Run) -> None:
-    """Workers started by spawn can unpickle the dataset and functions of a script without `if __name__`."""
+def test_children_of_a_rank_that_are_not_forked(run_script: Run) -> None:
+    """Those of loaders and pools can unpickle what a script without `if __name__` defines; what they return, too."""
     done = run_script(SPAWNED, how="file")
     assert done.stdout == "done\n", done.stderr
 
