@@ -91,10 +91,10 @@ MAX_NESTING = 3
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
     "": 6_622,
-    "backends": 17_322,
-    "backends/balanced": 14_094,
+    "backends": 18_114,
+    "backends/balanced": 14_106,
     "block": 8_610,
-    "call": 9_771,
+    "call": 9_867,
     "checkpoint": 9_272,
     "cli": 3_481,
     "cluster": 3_381,
@@ -103,11 +103,11 @@ ROOMS: Mapping[str, int] = {
     "data": 12_112,
     "hang_detection": 4_500,
     "launchers": 16_649,
-    "plugins": 1_614,
+    "plugins": 1_611,
     "precision": 6_986,
     "runtime": 11_740,
     "torch_patches": 2_462,
-    "worker": 3_669,
+    "worker": 3_670,
 }
 
 # Files beside torch_patches that change torch, each with the reason why it still does. None is added.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import logging
 import math
 import os
@@ -234,8 +235,11 @@ def main() -> None:
                 f"| {seconds * 1000:.1f} | {free[engine] * 1000:.1f} |",
                 flush=True,
             )
-        most, least = max(sizes.values()), min(sizes.values())
-        for limit in (None, int(most * 1.5), int((most + least) / 2 / 0.9)):
+        below, above = max(itertools.pairwise(sorted(sizes.values())), key=lambda pair: pair[1] - pair[0])
+        limits = [None, int(max(sizes.values()) * 1.5)]
+        if above > 1.1 * below:  # engines need different bytes: a limit between them
+            limits.append(int((above + below) / 2 / 0.9))
+        for limit in limits:
             rows.append(under_limit(name, limit, free, options.steps))
             right.append(rows[-1][1])
     print("\nThe choice under memory limits\n")

@@ -78,9 +78,9 @@ def elapsed_s(began: Any, ended: Any) -> float:
     return float(began.elapsed_time(ended)) / 1000
 
 
-def shortest(call: Callable[[], object], device: torch.device) -> float:
+def shortest(call: Callable[[], object], *devices: torch.device) -> float:
     """Return the shortest of three durations of a call, after one that warms up."""
-    return min([seconds_of(call, [device]) for _ in range(4)][1:])
+    return min([seconds_of(call, devices) for _ in range(4)][1:])
 
 
 def run_backward(model: nn.Module, output: Any) -> None:

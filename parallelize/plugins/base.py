@@ -236,7 +236,7 @@ class Backend(abc.ABC):
     """A way to run a model in parallel. Subclasses are frozen dataclasses, with the backend's options as fields."""
 
     name: ClassVar[str]
-    process_per: ClassVar[Literal["device", "node"]]
+    process_per: Literal["device", "node"]
     """What one process drives: a single "device", or all devices of a "node"."""
     max_nodes: ClassVar[int | None] = None
     """Maximum number of nodes; None: no limit."""

@@ -26,7 +26,7 @@ __all__ = ["differences", "digest", "fingerprint", "require_same_model", "warn_i
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
-_MAX_ELEMENTS = 2**20  # of a part of which a sum is computed at once
+_MAX_ELEMENTS = 2**18  # of a part of which a sum is computed at once: its copies are small, and stay in caches
 
 # Models that have been in a block of this process.
 _entered: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import outputs_of_ranks
 from torch import nn
 
 from parallelize import AutoBackend, ConfigError, FSDPBackend, distributed, parallel_model, rank, world_size
+from parallelize.backends.auto.choice import SIZES, choose
 
 WIDTH = 256
 KEEPS_GATHERED = FSDPBackend(reshard_after_forward=False)
@@ -158,7 +160,8 @@ def test_the_table_the_start_line_and_the_report_are_logged_once_on_rank_0() -> 
     assert other == ""
     table, line, report = text.strip().split("\n", 5)[:5], *text.strip().splitlines()[5:]
     assert table[0].startswith("Net: engines of backend='auto', with ")
-    assert [row.split(":")[0].strip() for row in table[1:]] == [*NAMED, "balanced"]
+    assert [row.split(":")[0].strip() for row in table[1:4]] == [*NAMED]
+    assert "process_per='node' compares dp and balanced" in table[4]
     assert "2 processes" in line
     assert "backend='auto' has chosen ddp: 0.005 GiB" in line
     assert report.startswith("ddp: 0.005 GiB, ")
@@ -271,3 +274,59 @@ def test_submodules_train_before_the_first_forward() -> None:
     state = distributed(processes=2)(run)(AutoBackend(memory=LIMITS["fsdp"]))
     for key, value in distributed(processes=2)(run)("ddp").items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+
+
+KINDS = ("all_reduce", "all_gather")
+FACTS = {
+    "memory": 1e10,
+    "parameters": 4e9,
+    "gradients": 4e9,
+    "optimizer state": 8e9,
+    "saved for backward": 1e8,
+    "in backward": 4e9,
+    "units": 10,
+    "largest unit": 4e8,
+    "outside of units": 1e8,
+    "restored at the end": 0,
+    "largest stage": 1e10,
+    "is on accelerator": 1,
+    "s of forward and backward": 1e-3,
+    "s of updating a byte": 1e-12,
+    **{f"s of {kind} of {size} bytes": size * 1e-9 for kind in ("all_reduce", "all_gather") for size in SIZES},
+    **{
+        f"s of {kind} in a node of {size} bytes": size * 1e-11
+        for kind in ("all_reduce", "all_gather")
+        for size in SIZES
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine"),
+    [
+        ({}, {"shard_over": "node", "reshard_after_forward": False}),
+        ({"memory": 5e9}, {"shard_over": "node"}),
+        ({"memory": 3e9}, {}),
+    ],
+    ids=["the links between nodes are slow", "no room for all gathered", "no room for the shards of a node"],
+)
+def test_over_nodes_a_copy_in_each_node_sends_less(changes: dict[str, float], engine: dict[str, Any]) -> None:
+    """As long as it fits; the other engines are in the table."""
+    found = choose({**FACTS, **changes}, "Net", 8 * 4, 8, 1)
+    assert (found.engine, found.options) == ("fsdp", engine)
+    assert found.table.count("fsdp") == 4
+
+
+@pytest.mark.slow
+def test_nodes_of_two_processes_measure_their_own_links(tmp_path: Path) -> None:
+    """All ranks of two nodes choose alike, and train on."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from worlds.test_auto import LIMITS, train\n"
+        "from parallelize import AutoBackend, distributed\n"
+        "backend = AutoBackend(memory=LIMITS['fsdp reshard_after_forward=False'])\n"
+        "print(distributed(processes=2, num_nodes=2)(train)(backend)[1])\n"
+    )
+    outputs = outputs_of_ranks(script, world_size=4, per_node=2)
+    assert outputs[0].count("  fsdp") == 4
+    assert "(chosen)" in outputs[0]

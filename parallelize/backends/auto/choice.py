@@ -3,9 +3,12 @@
     a device holds   parameters   optimizer state   in backward: what forward has saved, and gradients
     ddp              all          all               all, and once more in the messages
     fsdp             1/n          1/n               1/n, and a gathered block with its gradients, or all blocks
+    dp               all          all               all gradients, and 1/n of what is saved
+    balanced         as its plan of stages says
 
 A step takes forward, backward and the optimizer's step, and the messages. On an accelerator, messages that take less
-time than forward and backward are hidden behind them; on the CPU, which sends them itself, none are.
+time than forward and backward are hidden behind them; on the CPU, which sends them itself, none are. Optimizers are
+taken to read and write as an addition to the gradients and to each tensor of their state.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ class Choice(NamedTuple):
         return f"{self.engine}{options}: {self.memory_bytes / _GIB:.3f} GiB, {self.step_s * 1000:.1f} ms a step"
 
 
-def _predicted(facts: Facts, n: int) -> list[Choice]:
-    """Return the engines that are possible with n processes, with what they need."""
+def _predicted(facts: Facts, n: int, in_node: int, devices: int) -> list[Choice]:
+    """Return the engines that are possible with n processes, with what they need; arguments as of `choose`."""
     held, gradients, state, saved = (facts[each] for each in _PARTS)
     on_accelerator, unit, outside = facts["is on accelerator"], facts["largest unit"], facts["outside of units"]
 
@@ -51,37 +54,56 @@ def _predicted(facts: Facts, n: int) -> list[Choice]:
         small, large = (facts[f"s of {kind} of {each} bytes"] for each in SIZES)
         return facts["units"] * small + size * max(0.0, large - small) / (SIZES[1] - SIZES[0])
 
-    def choice(engine: str, options: dict[str, Any], memory: float, sending: float) -> Choice:
-        computing = facts["s of forward and backward"]
-        return Choice(engine, options, memory, max(computing, sending, (1 - on_accelerator) * (computing + sending)))
+    def choice(
+        engine: str, options: dict[str, Any], memory: float, sending: float, *, shards: int = 1, runs: str = ""
+    ) -> Choice:
+        computing = facts[f"s of {runs or 'forward and backward'}"]
+        step_s = max(computing, sending, (1 - on_accelerator) * (computing + sending))
+        return Choice(engine, options, memory, step_s + facts["s of updating a byte"] * (gradients + state) / shards)
 
     # Messages are another copy of the gradients, and optimizers on accelerators compute with one.
     in_step = max(facts["in backward"], gradients * (1 + max(on_accelerator, n > 1)))
     reducing = sent_s("all_reduce", gradients) if n > 1 else 0.0
     found = [choice("ddp", {}, held + state + in_step, reducing)]
-    for reshards in (True, False) if n > 1 else ():
-        # Two units are gathered at a time, or all. Backward frees what is saved while it computes the gradients of a
-        # unit, and their message; the shards of gradients come with it, or in place of parameters that it frees.
-        gathered, kept = (outside + 2 * unit, max(saved, gradients / n)) if reshards else (held, saved)
-        in_step = gathered + min(kept + 2 * max(outside, unit), facts["in backward"])
-        memory = (held + state) / n + max(in_step, gradients / n + facts["restored at the end"])
-        sending = reducing + (1 + reshards) * sent_s("all_gather", held)
-        found.append(choice("fsdp", {} if reshards else {"reshard_after_forward": False}, memory, sending))
+    if devices > 1:
+        memory = held + state + in_step - saved * (1 - 1 / devices)
+        return [
+            *found,
+            choice("dp" if n == 1 else "ddp2", {}, memory, reducing, runs="dp"),
+            choice("balanced", {}, facts["largest stage"], reducing, runs="balanced"),
+        ]
+    for over, shards in [("", n), (" in a node", in_node)][: (n > 1) + (1 < in_node < n)]:
+        for reshards in (True, False):
+            # Two units are gathered at a time, or all. Backward frees what is saved while it computes the gradients of
+            # a unit, and their message; the shards of gradients come with it, or in place of parameters that it frees.
+            gathered, kept = (outside + 2 * unit, max(saved, gradients / shards)) if reshards else (held, saved)
+            in_step = gathered + min(kept + 2 * max(outside, unit), facts["in backward"])
+            memory = (held + state) / shards + max(in_step, gradients / shards + facts["restored at the end"])
+            options: dict[str, Any] = {} if reshards else {"reshard_after_forward": False}
+            sending = (1 + reshards) * sent_s(f"all_gather{over}", held)
+            if over:  # gradients are added up within the nodes, and then over them
+                options["shard_over"] = "node"
+                sending += sent_s(f"all_gather{over}", gradients) + sent_s("all_reduce", gradients / shards)
+            else:
+                sending += reducing
+            found.append(choice("fsdp", options, memory, sending, shards=shards))
     return found
 
 
-def choose(facts: Facts, model: str, n: int) -> Choice:
+def choose(facts: Facts, model: str, n: int, in_node: int, devices: int) -> Choice:
     """Return the fastest engine that fits.
 
     Args:
         facts: bytes and seconds, as `trial` measures them: the least memory of all ranks, and the most of other facts.
         model: name of the model's class.
         n: number of processes.
+        in_node: number of processes on each node; 1: they differ.
+        devices: number of devices that each process drives.
 
     Raises:
         ConfigError: none fits.
     """
-    found, most = _predicted(facts, n), facts["memory"] * _USABLE
+    found, most = _predicted(facts, n, in_node, devices), facts["memory"] * _USABLE
     fitting = [each for each in found if each.memory_bytes <= most]
     if not fitting:
         nearest = min(found, key=lambda each: each.memory_bytes)
@@ -93,13 +115,14 @@ def choose(facts: Facts, model: str, n: int) -> Choice:
             f"saved for backward {saved:.3f}",
             fix="make the optimizer before the block, else two tensors per parameter count; save less for backward, by "
             "a smaller batch or torch.utils.checkpoint in the model; or use more devices, "
-            "FSDPBackend(cpu_offload=True), or backend='balanced', which divides a model over a node",
+            "FSDPBackend(cpu_offload=True), or process_per='node', where balanced can divide the model",
         )
     best = min(fitting, key=lambda each: each.step_s)
     table = f"{model}: engines of backend='auto', with {most / _GIB:.3f} GiB to use on a device\n"
     for each in found:
         table += f"  {each}  ({'chosen' if each is best else 'slower' if each in fitting else 'does not fit'})\n"
-    return best._replace(table=table + "  balanced: not compared, as it needs one process per node")
+    rest = "ddp is one device of each process" if devices > 1 else "process_per='node' compares dp and balanced"
+    return best._replace(table=f"{table}  ({rest})")
 
 
 def saved_choices(path: str | None) -> dict[str, Choice]:

@@ -10,17 +10,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from parallelize.backends.auto.choice import Choice, Facts, choose, saved_choices
-from parallelize.backends.auto.trial import facts_of, links_of, tried
+from parallelize.backends.auto.choice import Choice, choose, saved_choices
+from parallelize.backends.auto.trial import facts_of, rates_of, tried
 from parallelize.cluster.world import World
+from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Engine, Inner
 from parallelize.plugins.registry import find
+from parallelize.runtime.containers import leaves
 from parallelize.runtime.context import current
 from parallelize.torch_patches.step import after_step, parameters_of
 
@@ -34,12 +36,16 @@ _STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBackend(Backend):
-    """The fastest engine that fits, "ddp" or one of "fsdp", by the bytes and seconds of the model's first batch.
+    """The fastest engine that fits, by the bytes and seconds of the model's first batch.
 
     Until the first forward with gradients the model runs as under "ddp". Then its forward and backward are measured on
     each rank's device, with what the links between the ranks take, and bytes and seconds of every candidate are
     predicted. The fastest one that leaves a tenth of the memory free goes on, as if it had been named: the measurement
-    leaves nothing behind. A model whose parameters alone do not fit on a device is sharded at once.
+    leaves nothing behind. A model whose parameters and gradients do not fit on a device is sharded, or split, at once.
+
+    Candidates with one process per device are "ddp" and "fsdp", with and without resharding after forward, over all
+    ranks or over those of a node. With one process per node they are its first device, "dp" ("ddp2" over several
+    nodes) and "balanced", which are run on the batch.
 
     Rank 0 logs the predictions as a table, and after ten optimizer steps what was measured. `print(f.explain())` shows
     the table of a choice that was saved.
@@ -47,17 +53,30 @@ class AutoBackend(Backend):
     Args:
         memory: usable bytes of each device; None: what is free, on the CPU for one process of the node, within the
             limits of `ulimit -v` and `ulimit -d`.
-        plan: file (JSON) in which the choice is kept: it is read instead of measuring the same model on as many
-            devices of the same kind. Delete it to choose again, as for larger batches. None: it is kept for the run.
+        plan: file (JSON) in which the choice is kept: it is read instead of measuring the same model with batches and
+            optimizers of the same sizes on as many devices of the same kind. Delete it to choose again. None: the
+            choice is kept for the run.
+        process_per: whether one process drives one "device" or all devices of a "node".
+
+    Raises:
+        ConfigError: process_per is neither.
     """
 
     name = "auto"
-    process_per = "device"
+    process_per: Literal["device", "node"] = "device"
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset({"O0", "O1", "O3"})}
     places_model = True
     shards_gradients = True
     memory: int | None = None
     plan: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.process_per not in {"device", "node"}:
+            raise ConfigError(
+                f"AutoBackend(process_per={self.process_per!r})",
+                why="it chooses among engines with one process per device, or among those with one per node",
+                fix="use 'device' or 'node'",
+            )
 
     @property
     @override
@@ -84,57 +103,73 @@ class _AutoEngine(Engine):
     _choice = Choice("", {})  # no engine yet
 
     def __init__(self, options: AutoBackend, inner: Inner, **places: Any) -> None:
-        world: World
-        model, world, device = inner.model, places["world"], places["devices"][0]
-        self._inner, self._world, self._device, self._path = inner, world, device, options.plan
-        self._places, n = places, world.world_size
+        self._options, self._inner, self._places = options, inner, places
+        self._world: World = places["world"]
+        self._device: torch.device = places["devices"][0]
         self._reporting, self._times = contextlib.ExitStack(), list[float]()
-        self._facts = functools.partial(facts_of, model, world, device, options.memory, places["restore"])
-        facts, kind = self._facts(), torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        self._key = (
-            f"{type(model).__name__}, {facts['parameters']} bytes, {n} processes, {kind}, memory={options.memory}"
-        )
         self._kept = current().states.setdefault(f"{__name__} {options.plan}", saved_choices(options.plan))
-        ranks = self._of_ranks((facts, self._kept.get(self._key)))
-        if ranks[0][1] is not None:
-            self._take(ranks[0][1])
-        elif (
-            any(each["parameters"] + each["gradients"] > each["memory"] for each, _ in ranks)
-            or next(model.parameters()).is_meta
-        ):
-            self._decide(facts)
+        self._facts = functools.partial(
+            facts_of, inner.model, self._world, places["devices"], options.memory, places["restore"]
+        )
+        is_large = next(inner.model.parameters()).is_meta
+        for facts in self._of_ranks(self._facts()):
+            is_large |= facts["parameters"] + facts["gradients"] > facts["memory"]
+        if is_large:
+            self._decide(None)
         else:
             self._take(_UNTIL_CHOSEN)
 
     @override
     def choose(self, inputs: Any) -> None:
         with torch.compiler.set_stance("force_eager"):
-            self._decide(tried(self._facts(), self._inner, inputs, self._world, self._device))
+            self._decide(inputs)
 
-    def _decide(self, facts: Facts) -> None:
-        """Choose by the facts of all ranks, and go on with the choice."""
-        ranks = self._of_ranks(facts | links_of(self._world, self._device))
-        worst = {key: (min if key == "memory" else max)(each[key] for each in ranks) for key in ranks[0]}
-        self._take(choose(worst, type(self._inner.model).__name__, self._world.world_size))
-        if self._world.is_main:
-            _log.info("%s", self._choice.table)
-            self._reporting.callback(after_step(self._after_step).remove)
-            if self._path is not None:
-                Path(self._path).write_text(json.dumps(self._kept, indent=1))
+    def _decide(self, inputs: Any) -> None:
+        """Go on with the choice that is kept, or choose by the facts of all ranks, measured unless inputs is None."""
+        facts, world, model = self._facts(), self._world, type(self._inner.model).__name__
+        kind = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
+        sizes = [tuple(each.shape) for each in leaves(inputs) if isinstance(each, torch.Tensor)]
+        devices = len(self._places["devices"])
+        state = facts["optimizer state"] / max(1, facts["gradients"])
+        key = (
+            f"{model}, {facts['parameters']} bytes, {state:.1f} as many in optimizers, batch {sizes}, "
+            f"{world.world_size} processes, each with {devices} {kind}, memory={self._options.memory}"
+        )
+        balanced: dict[str, Any] = {"memory": self._options.memory, "optimizer_state": state}
+        ranks = self._of_ranks((self._kept.get(key), world.local_world_size))
+        choice, in_node = ranks[0]
+        if choice is None:
+            if inputs is not None:
+                engines = {"dp": find("backends", "ddp2")(), "balanced": find("backends", "balanced")(**balanced)}
+                found = tried(facts, self._inner, inputs, self._places, engines if devices > 1 else {})
+                facts, balanced["plan"] = found
+            in_node = in_node if all(size == in_node for _, size in ranks) else 1
+            ranks = self._of_ranks(facts | rates_of(world, self._device, in_node))
+            worst = {key: (min if key == "memory" else max)(each[key] for each in ranks) for key in ranks[0]}
+            choice = choose(worst, model, world.world_size, in_node, devices)
+            self._report(key, choice)
+        self._take(choice, balanced=balanced)
+        self.is_chosen, self.why = True, f"backend='auto' has chosen {choice}"
 
-    def _take(self, choice: Choice) -> None:
-        """Go on with an engine, and have its attributes."""
+    def _take(self, choice: Choice, **options: Mapping[str, Any]) -> None:
+        """Go on with an engine, and have its attributes; options: of an engine, beside those of the choice."""
         if choice.engine != self._choice.engine:
-            backend = find("backends", choice.engine)(**choice.options)
+            backend = find("backends", choice.engine)(**choice.options, **options.get(choice.engine, {}))
             if not backend.places_model:
                 self._inner.model.to(self._device)
             self._engine: Engine = backend.engine(self._inner, **self._places)
             for each in ("module", "local", "reduction", "replicas", "keeps_parameters", "refresh", "no_sync"):
                 setattr(self, each, getattr(self._engine, each))
         self._choice = choice
-        if choice is not _UNTIL_CHOSEN:
-            self._kept[self._key] = choice
-            self.is_chosen, self.why = True, f"backend='auto' has chosen {choice}"
+
+    def _report(self, key: str, choice: Choice) -> None:
+        """Keep a choice; on rank 0, log it, and after some steps what was measured."""
+        self._kept[key] = choice
+        if self._world.is_main:
+            _log.info("%s", choice.table)
+            self._reporting.callback(after_step(self._after_step).remove)
+            if self._options.plan is not None:
+                Path(self._options.plan).write_text(json.dumps(self._kept, indent=1))
 
     def _of_ranks(self, value: Any) -> list[Any]:
         found = [value] * self._world.world_size

@@ -1,4 +1,4 @@
-"""Measurement of a model on its first batch: bytes, seconds, and what the messages between the ranks take.
+"""Measurement of a model on its first batch: bytes, seconds, and what messages and an optimizer's step take.
 
 One forward counts what autograd saves, and drops it, so that it needs little more than the parameters. Then forward and
 backward are timed, if they fit. Buffers, attributes and generators are restored, and no gradient changes.
@@ -7,8 +7,9 @@ backward are timed, if they fit. Buffers, attributes and generators are restored
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallelize.backends.auto.choice import SIZES, Facts
-from parallelize.backends.measuring import free_bytes, run_backward, seconds_of, shortest
+from parallelize.backends.measuring import free_bytes, run_backward, shortest
 from parallelize.backends.model_state import ModelState
 from parallelize.cluster.world import World
-from parallelize.plugins.base import Inner
+from parallelize.errors import ConfigError
+from parallelize.plugins.base import Backend, Inner
 from parallelize.plugins.registry import find
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.live_optimizers import live_optimizers
 from parallelize.torch_patches.step import parameters_of
 
-__all__ = ["facts_of", "links_of", "tried"]
+__all__ = ["facts_of", "rates_of", "tried"]
 
+_log = logging.getLogger(__name__)
 _STATES = {"SGD": 0, "Muon": 0, "Adagrad": 1, "RMSprop": 1}
 """Optimizer of torch -> tensors of a parameter's size in its state, beside those of an option; others have 2."""
 _OPTIONS = ("momentum", "amsgrad", "centered")
@@ -35,17 +38,20 @@ _OPTIONS = ("momentum", "amsgrad", "centered")
 _reference: Any = StorageWeakRef  # equal for one storage, also after it is freed
 
 
-def facts_of(model: nn.Module, world: World, device: torch.device, memory: int | None, restore: int) -> Facts:
+def facts_of(
+    model: nn.Module, world: World, devices: Sequence[torch.device], memory: int | None, restore: int
+) -> Facts:
     """Return what is known of a model before its first batch.
 
     Args:
         model: the user's model.
         world: ranks and sizes.
-        device: of this process.
+        devices: of this process.
         memory: usable bytes of the device; None: what is free.
         restore: whether the block ends with full parameters.
     """
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    device = devices[0]
     trained = [each for each in tensors if each.requires_grad]
     present, optimizers = [*tensors, *(each.grad for each in trained)], live_optimizers(trained)
     state = 0.0 if optimizers else 2 * _bytes(trained)
@@ -71,7 +77,8 @@ def facts_of(model: nn.Module, world: World, device: torch.device, memory: int |
         # Until they are measured:
         "saved for backward": 0,
         "in backward": math.inf,
-        "s of forward and backward": math.inf,
+        "largest stage": (_bytes(tensors) + _bytes(trained) + state) / len(devices),
+        **dict.fromkeys(("s of forward and backward", "s of dp", "s of balanced"), math.inf),
     }
 
 
@@ -81,40 +88,76 @@ def _bytes(values: Any, device: torch.device | None = None) -> int:
     return sum(each.numel() * each.element_size() for each in tensors if device in {None, each.device})
 
 
-def links_of(world: World, device: torch.device) -> Facts:
-    """Return the seconds of the collectives of all ranks, with messages of two sizes."""
-    found, n = Facts(), world.world_size
-    for size in SIZES if n > 1 else ():
-        whole = torch.ones(n, size // 4 // n, device=device)
-        gather = functools.partial(dist.all_gather, [*whole], whole[0].clone())
-        found[f"s of all_gather of {size} bytes"] = shortest(gather, device)
-        found[f"s of all_reduce of {size} bytes"] = shortest(functools.partial(dist.all_reduce, whole), device)
+def rates_of(world: World, device: torch.device, in_node: int) -> Facts:
+    """Return the seconds of an addition to a byte, and of collectives with messages of two sizes.
+
+    Args:
+        world: ranks and nodes.
+        device: of this process.
+        in_node: number of processes on each node, whose collectives are timed, too; 1: they are not.
+    """
+    found, most, n = Facts(), SIZES[-1], world.world_size
+    sums = torch.ones(2, most // 4, device=device)
+    found["s of updating a byte"] = shortest(functools.partial(sums[0].add_, sums[1]), device) / most
+    node = dist.new_subgroups(in_node)[0] if 1 < in_node < n else None  # type: ignore[no-untyped-call]  # torch's
+    for over, group, count in [("", None, n), (" in a node", node, in_node)][: (n > 1) + (node is not None)]:
+        for size in SIZES:
+            whole = torch.ones(count, size // 4 // count, device=device)
+            gather = functools.partial(dist.all_gather, [*whole], whole[0].clone(), group=group)
+            reduce = functools.partial(dist.all_reduce, whole, group=group)
+            found[f"s of all_gather{over} of {size} bytes"] = shortest(gather, device)
+            found[f"s of all_reduce{over} of {size} bytes"] = shortest(reduce, device)
+    if node is not None:
+        dist.destroy_process_group(node)
     return found
 
 
-def tried(facts: Facts, inner: Inner, inputs: Any, world: World, device: torch.device) -> Facts:
-    """Return facts with the bytes that the first batch saves, and the seconds of its forward and backward.
+def tried(
+    facts: Facts, inner: Inner, inputs: Any, places: Mapping[str, Any], engines: Mapping[str, Backend]
+) -> tuple[Facts, Any]:
+    """Return facts with the bytes that the first batch saves, and the seconds of its forward and backward; and a plan.
 
-    Where backward does not fit, it is taken to last as long as two forwards.
+    Where backward does not fit on the first device, it is taken to last as long as two forwards.
+
+    Args:
+        facts: what is known.
+        inner: holds the model.
+        inputs: arguments of its forward.
+        places: other arguments of `Backend.engine`.
+        engines: name -> a backend that drives all devices of this process, which is timed, too; the last one's engine
+            has a plan of stages.
     """
-    model, state, runs = inner.model, ModelState(inner.model, [device]), list[float]()
+    devices, model, plan = places["devices"], inner.model, None
+    state = ModelState(model, devices)
 
-    def forward() -> Any:
+    def forward(call: Callable[..., Any] = inner) -> Any:
+        state.restore()
         args, kwargs = map_leaves(_copy, inputs)
-        return inner(*args, **kwargs)
+        return call(*args, **kwargs)
 
     try:
         with state.watching():
-            found = facts | _saved(model, forward, min(2, world.world_size))
+            found = facts | _saved(model, forward, min(2, places["world"].world_size))
         # Forward alone drops what it saves, which might not fit either.
         fits = found["parameters"] + found["optimizer state"] + found["in backward"] < found["memory"]
-        for _ in range(4):
-            state.restore()
-            run = (lambda: run_backward(model, forward())) if fits else lambda: _saved(model, forward, 0)
-            runs.append(seconds_of(run, [device]))
+        run = (lambda: run_backward(model, forward())) if fits else lambda: _saved(model, forward, 0)
+        seconds = shortest(run, *devices)
+        found["s of forward and backward"] = seconds * (1 if fits else 3)
+        for name, backend in engines.items():
+            engine: Any = backend.engine(inner, **places)
+            try:
+                run_backward(model, forward(engine.module))  # of all ranks
+                run = functools.partial(lambda call: run_backward(model, forward(call)), engine.local)
+                found[f"s of {name}"], plan = shortest(run, *devices), getattr(engine, "plan", None)
+            except (torch.OutOfMemoryError, ConfigError) as error:
+                _log.info("%s does not run: %s", backend.name, str(error).splitlines()[0])
+            finally:
+                engine.close(failed=True)  # without collectives
+        if plan is not None:
+            found["largest stage"] = max(plan.memory_bytes, default=math.inf)  # none: it does not split the model
     finally:
         state.restore()
-    return found | {"s of forward and backward": min(runs[1:]) * (1 if fits else 3)}
+    return found, plan
 
 
 def _copy(value: Any) -> Any:
@@ -143,7 +186,7 @@ def _saved(model: nn.Module, forward: Callable[[], object], copies: int) -> Fact
         outputs = leaves(forward())
     # The loss saves as much as the outputs; the gradient of an activation is as large as it.
     sizes = [size for size, _ in saved]
-    kept = sum(sizes) + _bytes(outputs) + max(sizes, default=0)
+    kept = sum(sizes) + _bytes(outputs) + max([*sizes, _bytes(outputs)])
     computed, held = 0, [kept]
     for size, key in reversed(saved):
         computed += gradients.pop(key, 0)

@@ -49,6 +49,7 @@ class BalancedEngine(Engine):
     device: torch.device
     options: BalancedBackend
     is_alone: bool
+    plan: Plan | None = None
     _replicated: Engine | None = None
     _runner: Callable[..., Any] | None = None
 
@@ -106,6 +107,7 @@ class BalancedEngine(Engine):
         text = f"profiling {type(model).__name__} on its first batch, to choose the stages: the time of about 10 steps"
         with announced(text):
             found = self._shared_plan(inputs)
+        self.plan = found
         remember(model, found)
         runner: Any = self.inner
         if found.is_split:
