@@ -240,7 +240,7 @@ def test_parameters_that_do_not_fit_with_gradients_are_sharded_at_once() -> None
 
     text, calls = distributed(processes=2)(run)()
     assert (chosen(text), calls) == (["fsdp"], 1)
-    assert "fsdp: 0.007 GiB, inf ms a step  (chosen)" in text
+    assert "fsdp: 0.007 GiB, not timed  (chosen)" in text
 
 
 def test_limits_of_the_process_count() -> None:

@@ -24,6 +24,7 @@ MIN_ACCURACY = {
     "06_accumulation.py": 0.85,
     "07_ddp2_nce.py": 0.85,
     "08_fsdp.py": 0.85,
+    "20_auto.py": 0.85,
     "09_balanced.py": 0.85,
     "14_trainer_class.py": 0.9,
 }

@@ -14,6 +14,7 @@ taken to read and write as an addition to the gradients and to each tensor of th
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         options = "".join(f" {name}={value}" for name, value in self.options.items())
-        return f"{self.engine}{options}: {self.memory_bytes / _GIB:.3f} GiB, {self.step_s * 1000:.1f} ms a step"
+        timed = f"{self.step_s * 1000:.1f} ms a step" if self.step_s < math.inf else "not timed"
+        return f"{self.engine}{options}: {self.memory_bytes / _GIB:.3f} GiB, {timed}"
 
 
 def _predicted(facts: Facts, n: int, in_node: int, devices: int) -> list[Choice]:
