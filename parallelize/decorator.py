@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import signal
 import sys
 import types
 import warnings
@@ -328,4 +329,6 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
     first = outcomes[0]
     for problem in [*restore(task.stateful, first.states), *unreturned_warning(outcomes)]:
         warnings.warn(problem, stacklevel=4)
+    if first.is_interrupted:
+        signal.raise_signal(signal.SIGINT)  # now that what was trained has come back
     return [outcome.value for outcome in outcomes] if task.all_ranks else first.value

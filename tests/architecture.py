@@ -90,11 +90,11 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 6_622,
-    "backends": 18_114,
+    "": 6_637,
+    "backends": 18_129,
     "backends/balanced": 14_106,
     "block": 8_610,
-    "call": 9_867,
+    "call": 9_872,
     "checkpoint": 9_272,
     "cli": 3_481,
     "cluster": 3_381,
@@ -102,7 +102,7 @@ ROOMS: Mapping[str, int] = {
     "config": 5_879,
     "data": 12_112,
     "hang_detection": 4_500,
-    "launchers": 16_649,
+    "launchers": 16_581,
     "plugins": 1_611,
     "precision": 6_986,
     "runtime": 11_740,

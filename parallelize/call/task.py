@@ -134,6 +134,7 @@ class Outcome:
         states: states of what the call trained, by their index in Task.stateful; rank 0 only.
         unreturned: names of other things that the call changed; rank 0 only.
         evaluated: the number that the function returned, as text, if it has evaluated this rank's samples.
+        is_interrupted: whether Ctrl-C has interrupted the function, which has then returned; rank 0 only.
     """
 
     rank: int
@@ -146,6 +147,7 @@ class Outcome:
     states: Mapping[int, Any] = field(default_factory=dict)
     unreturned: Sequence[str] = ()
     evaluated: str | None = None
+    is_interrupted: bool = False
 
     @classmethod
     def returned(cls, world: World, value: object, **others: Any) -> Outcome:

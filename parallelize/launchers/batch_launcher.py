@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from parallelize.call.returned import Changes
 from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
 from parallelize.call.tracebacks import folded_traceback
@@ -73,11 +72,7 @@ class NodeCall:
                 task = Task.read(path, device=torch.device("cpu"))
                 task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
                 local = registry.find("launchers", "local")()
-                try:
-                    outcomes = local.launch(task, node=node, environ=os.environ)
-                except KeyboardInterrupt:  # the launcher has brought back what was trained
-                    outcomes = [Outcome.returned(World(), None, **Changes(task.stateful, dict).found())]
-                outcome = Outcome.returned(World(), outcomes)
+                outcome = Outcome.returned(World(), local.launch(task, node=node, environ=os.environ))
             except BaseException as error:  # noqa: BLE001 - any error is the result of the call
                 outcome = Outcome.raised(World(), error)
             outcome.write(path)

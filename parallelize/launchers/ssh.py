@@ -36,7 +36,6 @@ import torch
 
 from parallelize.call.pickling import pickled_by_value
 from parallelize.call.reachable import is_user_code
-from parallelize.call.returned import restore
 from parallelize.call.settings import handle_records
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.store import listen
@@ -130,10 +129,7 @@ class SSHLauncher(BatchLauncher):
             signals.interrupt = functools.partial(_tell_all, hosts, "interrupt")
             with pickled_by_value(lacking):
                 call = NodeCall.of(task)
-            outcomes = outcomes_of(_result(call, hosts))
-            if signals.is_interrupted:  # the KeyboardInterrupt goes on, and what was trained comes back
-                restore(task.stateful, outcomes[0].states)
-        return outcomes
+            return outcomes_of(_result(call, hosts))
 
     @property
     def names(self) -> list[str]:

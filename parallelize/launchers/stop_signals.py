@@ -27,7 +27,8 @@ class StopSignals:
 
     Attributes:
         interrupt: interrupts the workers, which may then return: what the first Ctrl-C does; None: it ends them.
-        is_interrupted: whether Ctrl-C has interrupted the workers.
+        is_interrupted: whether Ctrl-C has interrupted the workers. If they return, the caller gets what they have
+            trained first, and then the signal, by `Outcome.is_interrupted`.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,8 @@ class StopSignals:
                 signal.signal(number, handler if handler == signal.SIG_IGN else self._stop)  # SIG_IGN: by nohup
         try:
             yield self
+            if self.is_interrupted:
+                self._stopped_by = None
         except BaseException:
             if self._stopped_by is None:
                 raise

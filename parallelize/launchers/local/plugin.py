@@ -17,7 +17,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from parallelize.call.returned import restore
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.devices import MASKS, compose_visible_devices
 from parallelize.cluster.network import resolvable_address
@@ -121,9 +120,7 @@ class LocalLauncher(Launcher):
         have_reported = len(reports) == task.layout.num_nodes  # a node may leave after its report
         is_failed = any(each.error for each in outcomes)
         if have_reported and len(outcomes) == task.layout.world_size and not is_failed:
-            if signals.is_interrupted:  # the KeyboardInterrupt goes on, and what was trained comes back
-                restore(task.stateful, outcomes[0].states)
-            return outcomes, None
+            return [replace(outcomes[0], is_interrupted=signals.is_interrupted), *outcomes[1:]], None
         world_size = task.layout.world_size
         error = caller_exception(outcomes, world_size=world_size, earlier=earlier) if is_failed else None
         if error is None or not have_reported:
