@@ -234,6 +234,7 @@ def _serve_call(connection: Connection, control: socket.socket) -> None:
             kill_at = time.monotonic() + grace_s
             for each in workers:
                 each.terminate()
+            continue
         living = [each.sentinel for each in workers if each.exitcode is None]
         wait([*living, *([] if kill_at < math.inf else [connection])], _POLL_EVERY_S)
     for each in workers:
