@@ -51,6 +51,11 @@ def train(factor=1):
             os.kill(os.getpid(), signal.SIGKILL)
     if what in ("raise", "kill", "sleep") and not options.get("max_restarts"):
         time.sleep(300)
+    if what == "save":
+        try:
+            time.sleep(300)
+        except KeyboardInterrupt:
+            (folder / f"saved.{rank()}").touch()
     while what == "wait" and not (folder / "go").exists():
         time.sleep(0.1)
     return [total.item() * factor, rank(), int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"]), attempt]
@@ -189,6 +194,17 @@ def test_failure_reaches_sleeping_nodes(nodes: Nodes, port: int, what: str, erro
         assert "the others: ranks 0-2: stopped" in result["text"]
         assert ("last words" in result["text"]) == (what == "kill")
     assert not running_pids(pids)
+
+
+@pytest.mark.parametrize("what", ["save", "sleep"], ids=["the function returns", "it does not catch it"])
+def test_ctrl_c_on_a_node_interrupts_all(nodes: Nodes, port: int, what: str) -> None:
+    """Each rank gets a KeyboardInterrupt, and may save, and so does the caller on each node."""
+    started = [nodes.start(what, environ=on_loopback(rank, port)) for rank in range(2)]
+    nodes.worker_pids(4)
+    time.sleep(1.0)  # until the last rank sleeps
+    started[1].send_signal(signal.SIGINT)
+    assert [nodes.result(process)["error"] for process in started] == ["KeyboardInterrupt"] * 2
+    assert len([*nodes.folder.glob("saved.*")]) == (4 if what == "save" else 0)
 
 
 def test_a_restart_includes_all_nodes(nodes: Nodes, port: int) -> None:

@@ -5,6 +5,7 @@
     ...
 
     start     by node 0: who has joined, with which request, and the port of rank 0's store
+    interrupt Ctrl-C was pressed: all nodes interrupt their workers
     stop      a worker has failed: all nodes end theirs
     report    outcomes of a node: all nodes find the same value or root cause
     lost      a node is gone: its connection is closed, or it was silent for some time
@@ -112,6 +113,15 @@ class Nodes:
     def is_stopped(self) -> bool:
         """Return whether the call has failed on any node."""
         return bool(self._heard["lost"] or self._heard["stop"])
+
+    def interrupt(self) -> None:
+        """Tell all nodes that Ctrl-C was pressed on this one."""
+        self._say("interrupt", self.node_rank)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed on any node."""
+        return bool(self._heard["interrupt"])
 
     def stop(self) -> None:
         """Tell all nodes that the call has failed."""

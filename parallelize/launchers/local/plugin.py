@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,9 +188,15 @@ def _watched(
     def is_stopped() -> bool:
         if keyboard is not None:
             keyboard.look()
+        if nodes.is_interrupted and not signals.is_interrupted:
+            signal.raise_signal(signal.SIGINT)
         return nodes.is_stopped()
 
-    signals.interrupt = workers.interrupt
+    def interrupt() -> None:
+        nodes.interrupt()
+        workers.interrupt()
+
+    signals.interrupt = interrupt
     has_returned = workers.watch(is_stopped)
     signals.interrupt = None
     if not has_returned:
