@@ -47,7 +47,7 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._callers_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
             for number, handler in self._callers_handlers.items():
-                signal.signal(number, handler if handler == signal.SIG_IGN else self._stop)  # SIG_IGN: by nohup
+                signal.signal(number, handler if handler == signal.SIG_IGN else self.stop)  # SIG_IGN: by nohup
         try:
             yield self
             if self.is_interrupted:
@@ -61,7 +61,8 @@ class StopSignals:
         if self._stopped_by is not None:
             self._deliver(self._stopped_by)
 
-    def _stop(self, number: int, _frame: FrameType | None) -> None:
+    def stop(self, number: int, _frame: FrameType | None = None) -> None:
+        """Do what a stop signal does."""
         self._stopped_by = number
         if number == signal.SIGINT and self.interrupt is not None and not self.is_interrupted:
             self.is_interrupted = True

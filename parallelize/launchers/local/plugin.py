@@ -189,7 +189,7 @@ def _watched(
         if keyboard is not None:
             keyboard.look()
         if nodes.is_interrupted and not signals.is_interrupted:
-            signal.raise_signal(signal.SIGINT)
+            signals.stop(signal.SIGINT)
         return nodes.is_stopped()
 
     def interrupt() -> None:
