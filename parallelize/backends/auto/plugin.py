@@ -53,9 +53,9 @@ class AutoBackend(Backend):
     Args:
         memory: usable bytes of each device; None: what is free, on the CPU for one process of the node, within the
             limits of `ulimit -v` and `ulimit -d`.
-        plan: file (JSON) in which the choice is kept: it is read instead of measuring the same model with batches and
-            optimizers of the same sizes on as many devices of the same kind. Delete it to choose again. None: the
-            choice is kept for the run.
+        plan: file (JSON) in which the choice is kept: it is read instead of measuring the same model, with batches of
+            about the same size and as large a state of optimizers, on as many devices of the same kind. Delete it to
+            choose again. None: the choice is kept for the run.
         process_per: whether one process drives one "device" or all devices of a "node".
 
     Raises:
@@ -128,12 +128,13 @@ class _AutoEngine(Engine):
         """Go on with the choice that is kept, or choose by the facts of all ranks, measured unless inputs is None."""
         facts, world, model = self._facts(), self._world, type(self._inner.model).__name__
         kind = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
-        sizes = [tuple(each.shape) for each in leaves(inputs) if isinstance(each, torch.Tensor)]
+        numbers = sum(each.numel() for each in leaves(inputs) if isinstance(each, torch.Tensor))
         devices = len(self._places["devices"])
         state = facts["optimizer state"] / max(1, facts["gradients"])
         key = (
-            f"{model}, {facts['parameters']} bytes, {state:.1f} as many in optimizers, batch {sizes}, "
-            f"{world.world_size} processes, each with {devices} {kind}, memory={self._options.memory}"
+            f"{model}, {facts['parameters']} bytes, {state:.1f} as many in optimizers, "
+            f"batches of up to {1 << numbers.bit_length()} numbers, {world.world_size} processes, each with {devices} "
+            f"{kind}, memory={self._options.memory}"
         )
         balanced: dict[str, Any] = {"memory": self._options.memory, "optimizer_state": state}
         ranks = self._of_ranks((self._kept.get(key), world.local_world_size))
