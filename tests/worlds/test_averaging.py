@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from zoo import ZOO, Branched, TiedTransformer
+from zoo import ZOO, Branched
 
 from parallelize import DDPBackend, all_reduce, distributed, no_sync, parallel_model, rank, world_size
 
@@ -99,14 +99,6 @@ class Recursive(Net):
         return self(x, depth=depth - 1) + self.forward(x, depth=0)
 
 
-class Normed(Net):
-    """A parametrized weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.weight_norm(self.head)
-
-
 class Quantized(Net):
     """Frozen weights in packed integers, as under QLoRA."""
 
@@ -123,19 +115,6 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head((x.to(torch.complex128) @ self.weight).abs())
-
-
-class Residual(nn.Module):
-    """1,000 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(500))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for each in self.layers:
-            x = x + 0.05 * each(x)
-        return x
 
 
 class Opaque:
@@ -183,12 +162,10 @@ def square(output: Tensor) -> Tensor:
 
 
 @steps()
-@steps(Residual, name="many_parameters")
 @steps(Complex, name="complex_parameters")
 @steps(Centered, name="collective_in_backward")
 @steps(Quantized, name="integer_parameters")
 @steps(Recursive, name="recursive_forward")
-@steps(Normed, name="parametrized_weight")
 def plain(model: Any, x: Tensor, _: int) -> None:
     square(model(x)).backward()
 
@@ -198,34 +175,14 @@ def opaque_output(model: Any, x: Tensor, _: int) -> None:
     square(model(x).value).backward()
 
 
-@steps(lambda: TiedTransformer().double())
-def tied_weights(model: Any, _: Tensor, step: int) -> None:
-    square(model(tokens(step))).backward()
-
-
-@steps()
-def forward_by_name(model: Any, x: Tensor, _: int) -> None:
-    square(model.forward(x)).backward()
-
-
 @steps()
 def submodule(model: Any, x: Tensor, _: int) -> None:
     square(model.head(model.body(x))).backward()
 
 
 @steps()
-def method(model: Any, x: Tensor, _: int) -> None:
-    square(model.encode(x)).backward()
-
-
-@steps()
 def parameter_alone(model: Any, x: Tensor, _: int) -> None:
     (model.head.weight.pow(2).sum() * x.mean()).backward()
-
-
-@steps()
-def two_forwards(model: Any, x: Tensor, _: int) -> None:
-    (square(model(x)) + model(x + 1).mean()).backward()
 
 
 @steps()
@@ -247,11 +204,6 @@ def retained_graph(model: Any, x: Tensor, _: int) -> None:
     output = model(x)
     square(output).backward(retain_graph=True)
     output.sin().mean().backward()
-
-
-@steps()
-def regulariser(model: Any, x: Tensor, _: int) -> None:
-    (square(model(x)) + model.body(x).abs().mean() + model.head.weight.square().sum()).backward()
 
 
 @steps()
@@ -303,45 +255,11 @@ def accumulation(model: Any, x: Tensor, _: int) -> None:
 
 
 @steps()
-def accumulation_without_no_sync(model: Any, x: Tensor, _: int) -> None:
-    for micro in (x, x + 1, x.sin()):
-        (square(model(micro)) / 3).backward()
-
-
-@steps()
 def averaged_by_hand_under_no_sync(model: Any, x: Tensor, _: int) -> None:
     with local(model):
         square(model(x)).backward()
     for each in model.parameters():
         each.grad = all_reduce(each.grad, "mean") if each.grad is not None else None
-
-
-@steps()
-def surgery(model: Any, x: Tensor, _: int) -> None:
-    """PCGrad: of two averaged gradients, the conflicting part of one is removed."""
-    output, used = model(x), [*model.body.parameters(), *model.head.parameters()]
-    found = [torch.autograd.grad(loss, used, retain_graph=True) for loss in (square(output), output.abs().mean())]
-    for each, one, other in zip(used, *found, strict=True):
-        first, second = all_reduce(one, "mean"), all_reduce(other, "mean")
-        each.grad = first + second - (first * second).sum().clamp(max=0) / second.square().sum() * second
-
-
-@steps()
-def changed_alike_after_averaging(model: Any, x: Tensor, step: int) -> None:
-    square(model(x)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    generator = torch.Generator().manual_seed(step)
-    for each in [*model.body.parameters(), *model.head.parameters()]:
-        each.grad.add_(torch.randn(each.shape, generator=generator, dtype=each.dtype))
-        each.grad = each.grad - each.grad.mean()
-
-
-@steps()
-def gradient_penalty(model: Any, x: Tensor, _: int) -> None:
-    x = x.clone().requires_grad_()
-    output = model(x)
-    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    (square(output) + (slope.norm(dim=1) - 1).square().mean()).backward()
 
 
 @steps()
@@ -356,13 +274,6 @@ def gradients_with_a_graph(model: Any, x: Tensor, _: int) -> None:
     """A penalty differentiates the averaged gradients, which are linear in each rank's."""
     square(model(x, use_other=True)).backward(create_graph=True)
     sum(each.grad.square().sum() for each in model.parameters()).backward()
-
-
-@steps()
-def adversarial_examples(model: Any, x: Tensor, _: int) -> None:
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(square(model(x)), x)
-    square(model((x + slope.sign()).detach())).backward()
 
 
 @steps()
@@ -396,19 +307,14 @@ def backward_for_each_task(model: Any, x: Tensor, _: int) -> None:
     meta_loss(model, x + 1, names=("head",)).backward()
 
 
-@steps()
-def first_order_meta_learning(model: Any, x: Tensor, _: int) -> None:
-    meta_loss(model, x, names=("body", "head"), first_order=True).backward()
-
-
-def meta_loss(model: Any, x: Tensor, *, names: tuple[str, ...], first_order: bool = False) -> Tensor:
+def meta_loss(model: Any, x: Tensor, *, names: tuple[str, ...]) -> Tensor:
     """Return the loss after two inner steps for each sample, as MAML takes them."""
     losses = []
     for support in x:
         fast = {name: each for name, each in model.named_parameters() if name.startswith(names)}
         for _ in range(2):
             loss = square(functional_call(model, fast, (support,)))
-            found = torch.autograd.grad(loss, list(fast.values()), create_graph=not first_order)
+            found = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
             fast = {name: each - 0.1 * slope for (name, each), slope in zip(fast.items(), found, strict=True)}
         losses.append(square(functional_call(model, fast, (support.cos(),))))
     return sum(losses) / len(losses)  # type: ignore[return-value]  # of at least one tensor
@@ -425,20 +331,9 @@ def checkpointed_model(model: Any, x: Tensor, step: int) -> None:
     square(checkpoint(model, x, use_reentrant=step % 2 == 0)).backward()
 
 
-@steps()
-def checkpointed_part(model: Any, x: Tensor, _: int) -> None:
-    square(model.head(checkpoint(model.encode, x, use_reentrant=False))).backward()
-
-
 @steps(Checkpointed)
 def reentrant_layer_called_thrice(model: Any, x: Tensor, _: int) -> None:
     square(model(x.clone().requires_grad_())).backward()
-
-
-@steps()
-def unfreezing(model: Any, x: Tensor, step: int) -> None:
-    model.body.requires_grad_(step > 1)
-    square(model(x)).backward()
 
 
 @steps()
@@ -485,33 +380,6 @@ def alternately_frozen(model: Any, x: Tensor, step: int) -> None:
 
 
 @program
-def frozen_in_many_ways(block: Any) -> list[Any]:
-    """More sets of trained parameters than layouts are kept, and then the same sets again."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with block(model):
-        for step in range(24):
-            for number, each in enumerate(model.parameters()):
-                each.requires_grad_(bool(step % 12 + 1 >> number & 1) or number == 5)
-            optimizer.zero_grad()
-            square(model(batch(step), use_other=True)).backward()
-            optimizer.step()
-    return [model]
-
-
-@program
-def sparse_gradients(block: Any) -> list[Any]:
-    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with block(model):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            square(model(tokens(step))).backward()
-            optimizer.step()
-    return [model]
-
-
-@program
 def sparse_and_dense_gradients_of_one_weight(block: Any) -> list[Any]:
     model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11, bias=False))
     model[1].weight = model[0].weight
@@ -541,52 +409,6 @@ def loss_scaling(block: Any) -> list[Any]:
 
 
 @program
-def hand_written_descent(block: Any) -> list[Any]:
-    model = Net()
-    with block(model):
-        for step in range(STEPS):
-            square(model.head(model.encode(batch(step)))).backward()
-            with torch.no_grad():
-                for each in [*model.body.parameters(), *model.head.parameters()]:
-                    each.sub_(0.1 * each.grad)
-                    each.grad = None
-    return [model]
-
-
-@program
-def optimizer_in_forward(block: Any) -> list[Any]:
-    class Trainer(Net):
-        def forward(self, x: Tensor, use_other: bool = False) -> None:
-            self.optimizer.zero_grad()
-            square(super().forward(x, use_other)).backward()
-            self.optimizer.step()
-
-    model = Trainer()
-    model.optimizer = sgd(model)
-    with block(model):
-        for step in range(STEPS):
-            model(batch(step))
-    return [model]
-
-
-@program
-def line_search(block: Any) -> list[Any]:
-    model = Net()
-    optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4)
-    with block(model):
-        for step in range(STEPS):
-
-            def closure(step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                loss = square(model(batch(step)))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-    return [model]
-
-
-@program
 def replaced_parameters(block: Any) -> list[Any]:
     model = Net()
     with block(model):
@@ -603,35 +425,6 @@ def replaced_parameters(block: Any) -> list[Any]:
             square(model(batch(step))).backward()
             torch.optim.SGD(model.parameters(), 0.1).step()
     return [model]
-
-
-def gan(block: Any, *, freezes: bool) -> list[Any]:
-    generator, critic = nn.Linear(6, 6), Net()
-    of_generator, of_critic = sgd(generator), sgd(critic)
-    with block(generator, critic):
-        for step in range(STEPS):
-            x = batch(step)
-            if freezes:
-                critic.requires_grad_(True)
-            of_critic.zero_grad()
-            (critic(generator(x).detach()) - critic(x).sin()).mean().backward()
-            of_critic.step()
-            if freezes:
-                critic.requires_grad_(False)
-            of_generator.zero_grad()
-            F.softplus(-critic(generator(x))).mean().backward()
-            of_generator.step()
-    return [generator, critic]
-
-
-@program
-def two_models(block: Any) -> list[Any]:
-    return gan(block, freezes=False)
-
-
-@program
-def two_models_with_freezing(block: Any) -> list[Any]:
-    return gan(block, freezes=True)
 
 
 @program
@@ -680,25 +473,6 @@ def nested_blocks(block: Any) -> list[Any]:
             (loss + sum(losses) / len(losses)).backward()
             optimizer.step()
     return [outer, inner]
-
-
-@program
-def hypernetwork(block: Any) -> list[Any]:
-    """A model computes the head of another one from each sample."""
-    hyper, model = nn.Linear(6, 18), Net()
-    optimizer = sgd(hyper, model)
-    with block(hyper, model):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x = batch(step)
-            losses = []
-            for sample in x:
-                weight, bias = hyper(sample).split([16, 2])
-                head = {"head.weight": weight.view(2, 8), "head.bias": bias}
-                losses.append(square(functional_call(model, head, (sample,))))
-            (sum(losses) / len(x)).backward()
-            optimizer.step()
-    return [hyper, model]
 
 
 @program

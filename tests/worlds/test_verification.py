@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -97,12 +96,6 @@ def noise_from_step_5_on(wrong: bool) -> Any:
     return fit(model, lambda step: add_noise(model, wrong=wrong) if step >= 5 else None)
 
 
-@told("4 of 4 parameters differ between the ranks after 3 optimizer steps: ")
-def noise_at_a_verified_step(wrong: bool) -> Any:
-    model = mlp()
-    return fit(model, lambda step: add_noise(model, wrong=wrong) if step == 3 else None, verify_every=1)
-
-
 @told("1 of 4 parameters differ between the ranks after 2 optimizer steps: encoder.bias of Mlp by up to 0.01")
 def weight_written_between_verified_steps(wrong: bool) -> Any:
     model = mlp()
@@ -111,17 +104,6 @@ def weight_written_between_verified_steps(wrong: bool) -> Any:
         model.encoder.bias.data[0] += 1e-2 if step == 2 and (rank() == 1 or not wrong) else 0.0
 
     return fit(model, write, verify_every=2)
-
-
-@told(f"1 {DIFFER_AT_END}")
-def gradient_of_one_rank_changed(wrong: bool) -> Any:
-    model = mlp()
-
-    def double(step: int) -> None:
-        if step == 5 and (rank() == 1 or not wrong):
-            model.encoder.weight.grad *= 2
-
-    return fit(model, double)
 
 
 @told(f"1 {DIFFER_AT_END}")
@@ -173,19 +155,6 @@ def frozen_parameter_written_in_forward(wrong: bool) -> Any:
     return model.state_dict()
 
 
-@told(f"4 {DIFFER_AT_END}")
-def step_skipped(wrong: bool) -> Any:
-    model = mlp()
-    optimizer = sgd(model)
-    with parallel_model(model):
-        for step in range(5):
-            optimizer.zero_grad()
-            square(model(batch(step))).backward()
-            if step != 2 or (wrong and rank() == 0):
-                optimizer.step()
-    return model.state_dict()
-
-
 @told(NOT_AVERAGED.format("encoder.weight"))
 def assigned_gradients(wrong: bool) -> Any:
     model = mlp()
@@ -196,18 +165,6 @@ def assigned_gradients(wrong: bool) -> Any:
             each.grad = gradient if wrong else all_reduce(gradient, "mean")
         optimizer.step()
     return model.state_dict()
-
-
-@told(NOT_AVERAGED.format("encoder.weight"))
-def gradients_added_to_averaged_ones(wrong: bool) -> Any:
-    model = mlp()
-
-    def add(step: int) -> None:
-        found = torch.autograd.grad(square(model(batch(step + 1))), list(model.parameters()))
-        for each, gradient in zip(model.parameters(), found, strict=True):
-            each.grad = each.grad + (gradient if wrong else all_reduce(gradient, "mean"))
-
-    return fit(model, add)
 
 
 @told(NOT_AVERAGED.format("head.weight"))
@@ -223,35 +180,6 @@ def gradients_assigned_for_the_second_optimizer(wrong: bool) -> Any:
     return model.state_dict()
 
 
-@told(NOT_AVERAGED.format("encoder.weight"))
-def differences_to_a_trained_copy(wrong: bool) -> Any:
-    """Reptile."""
-    model = mlp()
-    optimizer = sgd(model)
-    with parallel_model(model):
-        fast = copy.deepcopy(model)
-        found = torch.autograd.grad(fast.loss(batch(0)), list(fast.parameters()))
-        torch._foreach_sub_([each.data for each in fast.parameters()], found)
-        for slow, other in zip(model.parameters(), fast.parameters(), strict=True):
-            moved = slow.detach() - other.detach()
-            slow.grad = moved if wrong else all_reduce(moved, "mean")
-        optimizer.step()
-    return model.state_dict()
-
-
-@told(NOT_AVERAGED.format("encoder.weight"))
-def gradients_from_before_the_block(wrong: bool) -> Any:
-    model = mlp()
-    optimizer = sgd(model)
-    model.loss(batch(0)).backward()
-    with parallel_model(model):
-        if not wrong:
-            optimizer.zero_grad()
-            model.loss(batch(0)).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
 @told(NOT_AVERAGED.format("encoder.weight") + ".*accumulated under no_sync")
 def gradients_of_no_sync_alone(wrong: bool) -> Any:
     model = mlp()
@@ -261,21 +189,6 @@ def gradients_of_no_sync_alone(wrong: bool) -> Any:
             square(model(batch(0))).backward()
         if not wrong:
             square(model(batch(1))).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-@told(NOT_AVERAGED.format("encoder.weight"))
-def frozen_with_a_gradient_of_no_sync(wrong: bool) -> Any:
-    model = mlp()
-    optimizer = sgd(model)
-    with parallel_model(model):
-        with no_sync(model):
-            square(model(batch(0))).backward()
-        model.encoder.requires_grad_(False)
-        if not wrong:
-            optimizer.zero_grad()
-        square(model(batch(1))).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -344,18 +257,6 @@ def tensor_outside_of_the_block(wrong: bool) -> Any:
     return temperature
 
 
-@told(r"the gradient of a tensor of shape \(1, 1\) in SGD.* differs between .*parallel_model\(model, tensor\)")
-def criterion_outside_of_the_block(wrong: bool) -> Any:
-    model, criterion = mlp(), nn.Linear(1, 1)
-    nn.init.ones_(criterion.weight)
-    nn.init.ones_(criterion.bias)
-    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.1)
-    with parallel_model(model) if wrong else parallel_model(model, criterion):
-        square(criterion(model(batch(0)))).backward()
-        optimizer.step()
-    return criterion.state_dict()
-
-
 @told(r"the gradient of a tensor of shape \(1, 1\) in SGD.* differs between ")
 def criterion_outside_of_a_block_of_shards(wrong: bool) -> Any:
     model, criterion = mlp(), nn.Linear(1, 1)
@@ -409,26 +310,6 @@ def another_shape(wrong: bool) -> Any:
         return model.state_dict()
 
 
-@told(r"Mlp on rank 1 has extra.weight \(")
-def another_parameter(wrong: bool) -> Any:
-    model = mlp()
-    if rank() == 1 or not wrong:
-        model.extra = nn.Linear(1, 1)
-    with parallel_model(model):
-        return model.state_dict()
-
-
-@told("8 of 8 parameters differ between the ranks at the end of the block")
-def another_model_of_the_same_sizes(wrong: bool) -> Any:
-    models = mlp(), mlp()
-    optimizers = [sgd(each) for each in models]
-    with parallel_model(*models):
-        square(models[rank() if wrong else 0](batch(0))).backward()
-        for each in optimizers:
-            each.step()
-    return [model.state_dict() for model in models]
-
-
 @told("a tensor of shape .* it differs .* was added to a model that has not been called since")
 def module_used_before_a_forward(wrong: bool) -> Any:
     model = mlp()
@@ -440,23 +321,6 @@ def module_used_before_a_forward(wrong: bool) -> Any:
         square(model.extra(batch(0))).backward()
         optimizer.step()
     return model.state_dict()
-
-
-@told(r"Mlp on rank 1 has encoder.bias \(frozen")
-def another_frozen_parameter(wrong: bool) -> Any:
-    model = mlp()
-    model.encoder.bias.requires_grad_(rank() == 0 and wrong)
-    with parallel_model(model):
-        return model.state_dict()
-
-
-@told(r"Mlp on rank 1 has table \(buffer")
-def another_buffer(wrong: bool) -> Any:
-    model = mlp()
-    if rank() == 1 or not wrong:
-        model.register_buffer("table", torch.zeros(2))
-    with parallel_model(model):
-        return model.state_dict()
 
 
 class Both(Mlp):
@@ -626,29 +490,16 @@ def test_what_is_wrong_is_told_and_what_is_right_is_accepted() -> None:
     assert not failures, "\n".join(f"{name}: {found}" for name, found in failures.items())
 
 
-def extra_backward(model: Any, step: int) -> None:
-    if rank() == 0 and step == 1:
-        model.head.weight.square().sum().backward()
-
-
-def extra_forward_and_backward(model: Any, step: int) -> None:
-    if rank() == 0 and step == 1:
-        square(model(batch(9))).backward()
-
-
-@pytest.mark.parametrize("extra", [extra_backward, extra_forward_and_backward])
-def test_what_only_one_rank_does_is_named_within_seconds(extra: Callable[[Any, int], None]) -> None:
+def test_what_only_one_rank_does_is_named() -> None:
     """The error says where each rank is, or that their steps differ."""
 
     @distributed(processes=WORLD)
     def run() -> None:
         model = mlp()
-        fit(model, lambda step: extra(model, step))
+        fit(model, lambda step: square(model(batch(9))).backward() if (rank(), step) == (0, 1) else None)
 
-    started = time.monotonic()
     with pytest.raises(SyncError, match=r"rank 0 waits .* in backward .* for rank 1; rank 1 waits"):
         run()
-    assert time.monotonic() - started < 60  # with the start of two processes, on a busy machine
 
 
 class Tracked(Mlp):
