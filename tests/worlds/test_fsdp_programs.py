@@ -14,8 +14,7 @@ import pytest
 import torch
 from one_word.optimizers import Lookahead, Shampoo
 from torch import nn, optim
-from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, vector_to_parameters
 
 from parallelize import FSDPBackend, distributed, parallel_model, rank
 
@@ -85,11 +84,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "radam": optim.RAdam,
     "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
     "rprop": optim.Rprop,
-    "adafactor": lambda p: optim.Adafactor(p, 0.1),
-    "muon": lambda p: optim.Muon([each for each in p if each.ndim == 2], 0.1),
     "lbfgs": lambda p: optim.LBFGS(p, 0.5, max_iter=4, line_search_fn="strong_wolfe"),
-    "lookahead": lambda p: Lookahead(optim.RAdam(p, 0.05)),
-    "shampoo": Shampoo,
 }
 
 
@@ -156,9 +151,7 @@ def several(model: nn.Sequential, block: Block) -> Any:
 
 # Called between forward and backward, as in DCGAN: what it does reaches the shards of gathered parameters.
 CHANGES: dict[str, Callable[[nn.Sequential, optim.Optimizer], Any]] = {
-    "zero_grad": lambda model, _: model.zero_grad(),
     "zero_grad in place": lambda model, _: model.zero_grad(set_to_none=False),
-    "zero_grad of the optimizer": lambda _, optimizer: optimizer.zero_grad(),
     "zero_grad of a layer": lambda model, _: model[2].zero_grad(),
     "halved": lambda model, _: [each.grad.mul_(0.5) for each in model.parameters() if each.grad is not None],
 }
@@ -199,26 +192,6 @@ def log_statistics(model: nn.Module) -> Any:
     )
 
 
-@torch.no_grad()
-def steps_by_hand(model: nn.Module) -> None:
-    for each in model.parameters():
-        each.sub_(0.1 * each.grad)
-        each.mul_(1 - 0.01)
-        each.data.clamp_(-0.5, 0.5)
-        each.mul_((each.abs() > 0.05).to(each.dtype))
-
-
-def rewritten(model: nn.Module) -> Any:
-    """Gradients and weights that are assigned."""
-
-    def change() -> None:
-        for each in model.parameters():
-            each.grad = each.grad * 2 + torch.ones_like(each)
-            each.data = each.data * 0.9
-
-    return train(model, before_step=change)
-
-
 def frozen_for_a_time(model: nn.Sequential) -> Any:
     model[0].requires_grad_(False)
     first = train(model)
@@ -235,29 +208,11 @@ def snapshot(model: nn.Module) -> Any:
     return shared, best
 
 
-def swapped(model: nn.Module) -> Any:
-    """The weights of an average are used for a time, as by classes for evaluation with EMA weights."""
-    shadow = {name: each.data.clone() for name, each in model.named_parameters()}
-    train(model)
-    backup = {}
-    for name, each in model.named_parameters():
-        backup[name] = each.data
-        each.data = shadow[name]
-    with torch.no_grad():
-        found = model(batch(5))
-    for name, each in model.named_parameters():
-        each.data = backup[name]
-    return found
-
-
 PROGRAMS: dict[str, Program] = {
     "clip norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1)),
-    "clip norm one by one": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, foreach=False)),
-    "clip largest": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=torch.inf)),
     "clip 1-norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=1).item()),
     "clip values": lambda m: train(m, before_step=lambda: clip_grad_value_(m.parameters(), 0.01)),
     "statistics": log_statistics,
-    "by hand": lambda m: train(m, before_step=lambda: steps_by_hand(m)),
     "penalties": lambda m: train(
         m,
         penalty=lambda: sum(
@@ -265,12 +220,8 @@ PROGRAMS: dict[str, Program] = {
             for each in m.parameters()
         ),
     ),
-    "vector": lambda m: train(m, after_step=lambda: parameters_to_vector(m.parameters())),
-    "spectral norm": lambda m: train(m, after_step=lambda: torch.linalg.matrix_norm(m[0].weight.detach(), 2)),
-    "rewritten": rewritten,
     "frozen for a time": frozen_for_a_time,
     "snapshot": snapshot,
-    "swapped": swapped,
 }
 
 
@@ -282,32 +233,18 @@ def kept_view(model: nn.Sequential) -> None:
 
 WRITES: dict[str, Callable[[nn.Sequential], Any]] = {
     "row": lambda m: m[0].weight[0].fill_(0.5),
-    "row of data": lambda m: m[0].weight.data[5].mul_(2),
-    "item": lambda m: m[0].weight.__setitem__((0, 1), 3.0),
     "column": lambda m: m[0].weight[:, 1].zero_(),
-    "view": lambda m: m[2].weight.view(-1)[3:5].zero_(),
     "transposed": lambda m: m[0].weight.t().mul_(2),
     "mask": lambda m: m[0].weight.__setitem__(m[0].weight.abs() < 0.2, 0.0),
-    "masked_fill_": lambda m: m[0].weight.masked_fill_(m[0].weight.abs() < 0.2, 0.0),
-    "diagonal": lambda m: torch.diagonal(m[0].weight).add_(1),
-    "chunk": lambda m: m[0].weight.chunk(2)[1].mul_(2),
-    "slice": lambda m: m[0].weight[2:4].copy_(torch.ones(2, 4)),
     "plain tensor": lambda m: m[0].weight.mul_(torch.tril(torch.ones(6, 4))),
     "out=": lambda m: torch.mul(m[0].weight, 2, out=m[0].weight),
     "vector": lambda m: vector_to_parameters(torch.arange(51.0, dtype=torch.float64), m.parameters()),
-    "index_fill_": lambda m: m[0].weight.index_fill_(0, torch.tensor([0, 5]), 1.0),
-    "sorted": lambda m: m[0].weight.copy_(m[0].weight.sort(0).values),
     "data": lambda m: setattr(m[0].weight, "data", torch.where(m[0].weight > 0, m[0].weight, 0.0)),
-    "max norm": lambda m: m[0].weight.copy_(torch.renorm(m[0].weight, 2, 0, 0.5)),
     "kept view": kept_view,
     "foreach": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
-    "uniform": lambda m: nn.init.kaiming_uniform_(m[0].weight),
     "orthogonal": lambda m: nn.init.orthogonal_(m[0].weight),
-    "truncated": lambda m: nn.init.trunc_normal_(m[0].weight),
     "reset": lambda m: m[0].reset_parameters(),
-    "noise": lambda m: m[0].weight.add_(torch.randn_like(m[0].weight)),
     "noise of its own": lambda m: m[0].weight.add_(torch.randn(6, 4)),
-    "dropout": lambda m: m[0].weight.copy_(F.dropout(m[0].weight, 0.5)),
 }
 
 

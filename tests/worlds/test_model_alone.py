@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import random
 import subprocess
 import sys
 import time
@@ -44,13 +43,6 @@ loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]
 """
 
 
-def test_a_legacy_script_needs_one_line(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """On one device, without a launcher, the weights equal those of the script without the block."""
-    code = LEGACY + "{block}legacy_train(model, loader, optimizer)\nprint(model.weight.tolist())"
-    plain = run_script(code.format(block=""))
-    assert run_script(code.format(block="with parallel_model(model): ")).stdout == plain.stdout
-
-
 def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
     """The processes form a group, gradients are averaged, random numbers differ, and the group is destroyed."""
     script = tmp_path / "legacy.py"
@@ -71,18 +63,6 @@ def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, check=True, timeout=240, capture_output=True)
     assert (tmp_path / "weights0").read_text() == (tmp_path / "weights1").read_text()
     assert (tmp_path / "drawn0").read_text() != (tmp_path / "drawn1").read_text()
-
-
-def test_a_process_group_of_the_user_is_used_and_kept(tmp_path: Path) -> None:
-    """A script that has called init_process_group keeps its group after the block."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = Mlp()
-        with parallel_model(model):
-            model(torch.ones(2, 6)).mean().backward()
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
 
 
 SPAWNED = """
@@ -142,15 +122,6 @@ def test_the_block_makes_and_ends_its_own_run() -> None:
     assert not dist.is_initialized()
 
 
-def test_an_optimizer_made_before_trains() -> None:
-    """Parameters keep their identity when the model moves, so that either order of model and optimizer works."""
-    model = Mlp()
-    parameters = list(model.parameters())
-    with parallel_model(model):
-        assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-        assert all(each.device == context.device() for each in parameters)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -165,17 +136,6 @@ def test_an_optimizer_made_before_trains() -> None:
 def test_requests_that_cannot_work_without_a_launcher_are_refused(options: dict[str, Any], message: str) -> None:
     """The error contains the fix."""
     with pytest.raises(ConfigError, match=message), parallel_model(Mlp(), **options):
-        pass
-
-
-def test_gpus_where_there_are_none_are_refused() -> None:
-    """The error comes before the model is changed."""
-    if torch.accelerator.is_available():
-        pytest.skip("this machine has an accelerator")
-    with (
-        pytest.raises(ConfigError, match="no GPU that torch can use"),
-        parallel_model(Mlp(), backend="dp", gpus=[0, 1]),
-    ):
         pass
 
 
@@ -203,36 +163,6 @@ def test_a_block_has_its_own_options_inside_a_run() -> None:
             pass
 
     train()
-
-
-def test_random_numbers_differ_by_rank_and_repeat_by_run() -> None:
-    """With seed=: the same model on every rank, then different random numbers per rank, the same in every run."""
-
-    @distributed(processes=2, seed=5)
-    def draw() -> list[float]:
-        before = torch.rand(()).item()
-        model = Mlp()
-        drawn = []
-        for _ in range(2):
-            with parallel_model(model):
-                drawn += [torch.rand(()).item(), random.random()]
-        weights = model.head.weight.sum().item()
-        return [before, weights, *drawn]
-
-    first, second = draw.all_ranks()
-    assert first[:2] == second[:2]
-    assert not set(first[2:]) & set(second[2:])
-    assert len(set(first)) == len(first)
-    assert draw.all_ranks() == [first, second]
-
-
-def test_without_a_seed_random_numbers_are_left_alone() -> None:
-    """The block changes no RNG state."""
-    model = Mlp()
-    state = torch.random.get_rng_state()
-    with parallel_model(model):
-        pass
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_wrap_returns_the_users_own_ddp() -> None:
@@ -304,25 +234,6 @@ def test_wrap_returns_any_module() -> None:
     assert train() == 2
 
 
-@pytest.mark.parametrize("hook", ["fp16", "bf16"])
-def test_comm_hooks_average_gradients(hook: Any) -> None:
-    """Gradients are equal on all ranks."""
-
-    @distributed(processes=2, update_modules=False)
-    def train() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Mlp()
-        with parallel_model(model, backend=DDPBackend(comm_hook=hook)):
-            for _ in range(4):
-                model.zero_grad()
-                model(torch.full((2, 6), rank() + 1.0)).mean().backward()
-        return [each.grad for each in model.parameters() if each.grad is not None]
-
-    first, second = train.all_ranks()
-    assert len(first) == 4
-    assert all(map(torch.equal, first, second))
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_buffers_that_cannot_be_broadcast_are_refused(backend: str) -> None:
@@ -379,28 +290,6 @@ def test_compression_leaves_complex_and_sparse_gradients_as_they_are(hook: Any) 
         torch.testing.assert_close(model.table.weight.grad.to_dense(), plain.table.weight.grad.to_dense())
 
     train()
-
-
-def test_needless_options_change_nothing() -> None:
-    """Those of DistributedDataParallel that the averaging at the parameter does not need are accepted."""
-
-    @distributed(processes=2)
-    def train() -> list[list[float]]:
-        found = []
-        for name in (None, "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"):
-            torch.manual_seed(0)
-            model = nn.Linear(4, 4)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            with parallel_model(model, backend=DDPBackend(**{name: True} if name else {})):
-                for _ in range(3):
-                    optimizer.zero_grad()
-                    model(torch.full((2, 4), rank() + 1.0)).square().mean().backward()
-                    optimizer.step()
-            found.append(model.weight.flatten().tolist())
-        return found
-
-    expected, *others = train()
-    assert others == [expected] * 4
 
 
 @pytest.mark.parametrize("hook", ["fp8", (None, print)])
