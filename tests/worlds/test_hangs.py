@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from parallelize import SyncError, all_reduce, barrier, distributed, load, main_first, parallel_model, save
+from parallelize import SyncError, all_reduce, barrier, distributed, load, parallel_model, save
 
 pytestmark = pytest.mark.slow
 
@@ -32,29 +32,6 @@ def other_operation(rank: int) -> None:
         dist.all_reduce(torch.ones(4))  # rank 0
     else:
         dist.broadcast(torch.ones(4), src=0)  # rank 1
-
-
-def other_shape(rank: int) -> None:
-    if rank == 0:
-        dist.all_reduce(torch.ones(4))  # rank 0
-    else:
-        dist.all_reduce(torch.ones(5))  # rank 1
-
-
-def other_root(rank: int) -> None:
-    if rank == 0:
-        dist.broadcast(torch.ones(4), src=1)  # rank 0
-    else:
-        dist.broadcast(torch.ones(4), src=0)  # rank 1
-
-
-def other_order(rank: int) -> None:
-    if rank == 0:
-        dist.barrier()  # rank 0
-        dist.all_reduce(torch.ones(4))
-    else:
-        dist.all_reduce(torch.ones(4))  # rank 1
-        dist.barrier()
 
 
 def other_groups(rank: int) -> None:
@@ -92,13 +69,6 @@ def trains_alone(rank: int) -> None:
         all_reduce(torch.ones(1), "mean")  # rank 1
 
 
-def enters_alone(rank: int) -> None:
-    if rank == 0:
-        with parallel_model(nn.Linear(4, 4)):  # rank 0
-            pass
-    all_reduce(torch.ones(1), "mean")  # rank 1
-
-
 def unfreezes_alone(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
@@ -107,35 +77,6 @@ def unfreezes_alone(rank: int) -> None:
         if rank == 0:
             model[0].requires_grad_(True)
         loss(model).backward()
-
-
-def other_barriers(rank: int) -> None:
-    if rank == 0:
-        barrier("data is there")  # rank 0
-    else:
-        barrier("epoch")  # rank 1
-
-
-def barrier_alone(rank: int) -> None:
-    if rank == 0:
-        barrier("data is there")  # rank 0
-    else:
-        dist.broadcast(torch.ones(4), src=0)  # rank 1
-
-
-def other_dtype(rank: int) -> None:
-    if rank == 0:
-        all_reduce(torch.ones(4), "mean")  # rank 0
-    else:
-        all_reduce(torch.ones(4, dtype=torch.float64), "mean")  # rank 1
-
-
-def first_alone(rank: int) -> None:
-    if rank == 0:
-        with main_first():  # rank 0
-            pass
-    else:
-        dist.barrier()  # rank 1
 
 
 def path() -> Path:
@@ -169,19 +110,11 @@ def loads_alone(rank: int) -> None:
 # Deadlocking function -> pattern of its error, which also names the marked lines.
 DEADLOCKS: dict[Callable[[int], None], str] = {
     other_operation: r"all_reduce of float32\[4\].*broadcast of float32\[4\]",
-    other_shape: r"different shapes",
-    other_root: r"\(root 1\).*\(root 0\)",
-    other_order: r"in barrier.*in all_reduce",
     other_groups: r"rank 0 waits .* for rank 1; rank 1 waits .* for rank 0",
     returns_early: r"rank 1 waits .* in all_reduce of float32\[4\] for rank 0, which has returned",
     one_step_more: r"rank 0 waits .* for rank 1; rank 1 .* in backward \(all_reduce of float32\[22\]\) for rank 0",
     trains_alone: r"rank 0 .* in backward \(all_reduce of float32\[22\]\) for .*; rank 1 .* in all_reduce\(op='mean'\)",
-    enters_alone: r"rank 0 .* in parallel_model .*; rank 1 .* in all_reduce\(op='mean'\)",
     unfreezes_alone: r"data of another size|in backward.*different shapes",
-    other_barriers: r"barrier\('data is there'\).*barrier\('epoch'\)",
-    barrier_alone: r"barrier\('data is there'\).*broadcast",
-    other_dtype: r"float32\[4\].*float64\[4\]",
-    first_alone: r"main_first.*barrier",
     saves_shards_alone: r"rank 0 waits at .* in save\(.*\) for rank 1; rank 1 waits at .* in barrier\('saved'\)",
     saves_the_best_of_a_rank: r"rank 0 waits at .* in backward .* for rank 1; rank 1 waits at .* in save\(.*\)",
     loads_alone: r"rank 0 waits at .* in load\(.*\) for rank 1; rank 1 waits at .* in barrier\('loaded'\)",
@@ -205,8 +138,7 @@ def test_a_deadlock_is_an_error_with_the_line_of_each_rank(deadlock: Callable[[i
     """Each kind of deadlock ends, long before the timeout, in a SyncError that names the lines of both ranks."""
     with pytest.raises(SyncError) as caught:
         run(deadlock)
-    # gloo ends the process of a rank that gets too much: a note tells where the others were.
-    text = "\n".join([str(caught.value), *(caught.value.__notes__ if deadlock is other_shape else ())])
+    text = str(caught.value)
     assert re.search(DEADLOCKS[deadlock], text), text
     assert all(line in text for line in marked_lines(deadlock)), text
 
@@ -298,22 +230,6 @@ def test_the_error_of_a_timeout_names_a_stopped_rank() -> None:
     (waiting,) = marked_lines(stop_rank_0.__wrapped__)
     expected = f"rank 1 waits at {waiting} in all_reduce of float32[1] for rank 0, which has not answered\n"
     assert str(caught.value).startswith(expected)
-
-
-@distributed(processes=2)
-def query() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(1)
-        raise RuntimeError("query on replica-3 timed out")
-    dist.all_reduce(torch.ones(4))
-
-
-def test_an_error_of_the_user_is_no_timeout_of_ours() -> None:
-    """Whatever it says: only torch's type, raised in a collective, is explained by what other ranks do."""
-    with pytest.raises(RuntimeError, match=r"^query on replica-3 timed out") as caught:
-        query()
-    assert type(caught.value) is RuntimeError
-    assert caught.value.__cause__ is None
 
 
 @distributed(processes=2, timeout=1234)

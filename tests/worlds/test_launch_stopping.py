@@ -179,15 +179,6 @@ def test_a_killed_caller_leaves_no_worker_that_cannot_react(
     assert not script.has("finally.0")
 
 
-def test_nohup_stays_in_force(start: Callable[..., Script]) -> None:
-    """A caller that ignores SIGHUP keeps running, and so do its workers; SIGTERM still ends it."""
-    script = start("forkserver", "nohup")
-    os.killpg(script.process.pid, signal.SIGHUP)
-    script.process.send_signal(signal.SIGTERM)
-    script.assert_gone()
-    assert script.process.returncode == -signal.SIGTERM
-
-
 def test_ctrl_c_in_a_terminal_raises_one_keyboard_interrupt(start: Callable[..., Script]) -> None:
     """A terminal sends SIGINT to the caller's process group; `finally` blocks run."""
     script = start("forkserver")
@@ -424,32 +415,6 @@ def test_finally_blocks_run_on_ranks_that_wait_in_compiled_code(block: Callable[
         fail_beside_blocked_ranks(block, tmp_path)
     assert len(list(tmp_path.glob("finally.*"))) == 2
     assert "ranks 1-2: stopped" in "".join(info.value.__notes__)
-
-
-class SlowlyFreed:
-    def __init__(self, begun: Path) -> None:
-        self.begun = begun
-
-    def __del__(self) -> None:
-        self.begun.touch()
-        time.sleep(1)
-
-
-@distributed(processes=2, logs="all")
-def stop_in_a_finalizer(begun: Path) -> None:
-    if dist.get_rank() == 1:
-        while True:
-            SlowlyFreed(begun)
-    while not begun.exists():
-        time.sleep(0.01)
-    raise ZeroDivisionError
-
-
-def test_a_stop_in_a_finalizer_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Python ignores, and prints, what is raised in a finalizer: it is raised again after it."""
-    with pytest.raises(ZeroDivisionError):
-        stop_in_a_finalizer(tmp_path / "begun")
-    assert "ignored" not in capfd.readouterr().err
 
 
 def test_a_call_works_in_another_thread() -> None:
