@@ -7,5 +7,4 @@ from torch import nn
 
 model = nn.Linear(2, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-registry = {"by a name that no function mentions": nn.Linear(2, 1)}
 history: list[float] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 model = nn.Linear(2, 1)
 parameters = list(model.parameters())
-late: Any = None
 
 
 @run
@@ -51,16 +49,6 @@ def train_global() -> torch.Tensor:
 
 
 @run
-def train_late_global() -> torch.Tensor:
-    return loop(late, sgd(late))
-
-
-@run
-def train_default(net: nn.Module = model) -> torch.Tensor:
-    return loop(net, sgd(net))
-
-
-@run
 def train_state() -> torch.Tensor:
     weight = loop(legacy_state.model, legacy_state.optimizer)
     legacy_state.history.append(0.5)
@@ -70,41 +58,6 @@ def train_state() -> torch.Tensor:
 @run
 def train_by_package() -> torch.Tensor:
     return loop(worlds.legacy_state.model, worlds.legacy_state.optimizer)
-
-
-class Averaging(torch.optim.SGD):
-    """An optimizer with attributes of its own, one of them another optimizer."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
-        self.inner.param_groups = self.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
-@run
-def train_with(net: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    return loop(net, optimizer)
-
-
-@run
-def train_by_helper() -> torch.Tensor:
-    return helper()
-
-
-hidden = nn.Linear(2, 1)
-
-
-def helper() -> torch.Tensor:
-    return loop(hidden, sgd(hidden))
-
-
-@run
-def train_registered() -> torch.Tensor:
-    net = next(iter(vars(sys.modules["worlds.legacy_state"])["registry"].values()))
-    return loop(net, sgd(net))
 
 
 class Tied(nn.Module):
@@ -170,21 +123,3 @@ class Rebuilt:
     @run
     def fit(self) -> torch.Tensor:
         return loop(self.model, sgd(self.model))
-
-
-class Lazy:
-    """Its model is built at the first use, and never pickled."""
-
-    def __init__(self) -> None:
-        self._model: nn.Module | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_model": None}
-
-    def get(self) -> nn.Module:
-        self._model = self._model or nn.Linear(2, 1)
-        return self._model
-
-    @run
-    def fit(self) -> torch.Tensor:
-        return loop(self.get(), sgd(self.get()))

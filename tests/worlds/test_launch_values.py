@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -85,18 +84,6 @@ def test_a_full_temporary_folder_is_named_and_costs_no_weights(tmp_path: Path) -
         subprocess.run(["umount", folder], check=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    name: str
-    sizes: tuple[int, ...]
-
-
-def test_plain_values_arrive_unchanged() -> None:
-    """Strings that look like templates, numbers, containers and objects are returned equal."""
-    args = ("a$$b ${local_rank}", float("inf"), 10**40, {"k": [None, {1, 2}]}, Settings("s", (1, 2)), b"\x00\xff")
-    assert echo(*args, key="${rank}") == (args, {"key": "${rank}"})
-
-
 @pytest.mark.parametrize("make", [lambda: bytes(100 * MIB), lambda: torch.arange(25 * MIB, dtype=torch.float32)])
 def test_a_hundred_megabytes_there_and_back(make: Any) -> None:
     """Values of 100 MB are passed and returned without a deadlock on a full pipe."""
@@ -118,16 +105,8 @@ def test_tensors_of_every_kind() -> None:
     }
     ((back,), _) = echo(sent)
     for name, tensor in sent.items():
-        same = (tensor.dtype, tensor.shape, tensor.layout, tensor.requires_grad, tensor.device)
-        assert (
-            back[name].dtype,
-            back[name].shape,
-            back[name].layout,
-            back[name].requires_grad,
-            back[name].device,
-        ) == same
-        if name != "meta":
-            assert torch.equal(back[name].to_dense(), tensor.to_dense())
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=0)
+        assert back[name].requires_grad == tensor.requires_grad
 
 
 class Tied(nn.Module):
@@ -186,7 +165,7 @@ def is_trained(net: nn.Module) -> bool:
 
 
 def test_modules_are_updated_in_every_argument() -> None:
-    """Rank 0's weights are copied into modules passed by position, by name or in containers, in place."""
+    """In place, with rank 0's weights, by position, by name or in containers; not with update_modules=False."""
     nets = [Tied() for _ in range(5)]
     optimizer = torch.optim.SGD(nets[0].parameters(), lr=1.0)
     held = nets[0].embed.weight
@@ -196,13 +175,9 @@ def test_modules_are_updated_in_every_argument() -> None:
     assert optimizer.param_groups[0]["params"][0] is held
     assert held.requires_grad
     assert nets[0].norm.num_batches_tracked.item() == 7
-
-
-def test_modules_are_not_updated_on_request() -> None:
-    """update_modules=False leaves the caller's modules unchanged."""
-    net = Tied()
-    train.options(update_modules=False)(net)
-    assert not is_trained(net)
+    untouched = Tied()
+    train.options(update_modules=False)(untouched)
+    assert not is_trained(untouched)
 
 
 @distributed(processes=2)
@@ -237,42 +212,3 @@ def test_lazy_modules_are_initialized() -> None:
     forward(net)
     assert net(torch.zeros(5, 3)).shape == (5, 2)
     assert type(net) is nn.Linear
-
-
-def test_a_module_in_one_process_is_the_same_object() -> None:
-    """With one process the function trains the caller's module itself."""
-    net = Tied()
-    train.options(processes=1)(net)
-    assert is_trained(net)
-
-
-@distributed(processes=2)
-def own_rank() -> int:
-    return dist.get_rank()
-
-
-def test_values_of_all_ranks_come_in_order() -> None:
-    """`all_ranks` returns a list in rank order, and a call returns rank 0's value."""
-    assert own_rank.options(processes=3).all_ranks() == [0, 1, 2]
-    assert own_rank() == 0
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("mask", torch.tensor(1.0).expand(2, 2))
-
-
-@distributed(processes=2)
-def train_masked(net: Masked) -> str:
-    with torch.no_grad():
-        net.linear.weight.fill_(2)
-    return "loss"
-
-
-def test_a_buffer_that_cannot_be_updated() -> None:
-    """A buffer that cannot be written to does not make the call lose its value."""
-    net = Masked()
-    assert train_masked(net) == "loss"
-    assert net.linear.weight.eq(2).all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import os
 import random
@@ -17,30 +16,14 @@ import pytest
 import torch
 from torch import nn
 from worlds import legacy_state, legacy_training
-from worlds.legacy_training import Averaging, Lazy, Rebuilt, Trainer, loop, sgd
+from worlds.legacy_training import Rebuilt, Trainer, loop, sgd
 
 from parallelize import distributed
-
-
-@dataclasses.dataclass(slots=True)
-class Holder:
-    net: nn.Linear
-
-
-@distributed(processes=2)
-def train_held(holder: Holder, *, nested: dict[str, Any]) -> list[torch.Tensor]:
-    assert nested["again"][0] is holder.net
-    return [loop(holder.net, sgd(holder.net)), loop(nested["other"], sgd(nested["other"]))]
 
 
 def by_closure() -> tuple[Callable[[], Any], nn.Module]:
     net = nn.Linear(2, 1)
     return distributed(processes=2)(lambda: loop(net, sgd(net))), net
-
-
-def late_global() -> tuple[Callable[[], Any], nn.Module]:
-    legacy_training.late = nn.Linear(2, 1)
-    return legacy_training.train_late_global, legacy_training.late
 
 
 def argument() -> tuple[Callable[[], Any], nn.Module]:
@@ -52,9 +35,6 @@ SHAPES: dict[str, Callable[[], tuple[Callable[[], Any], nn.Module]]] = {
     "argument": argument,
     "closure": by_closure,
     "global variable": lambda: (legacy_training.train_global, legacy_training.model),
-    "global variable that was set later": late_global,
-    "default": lambda: (legacy_training.train_default, legacy_training.model),
-    "global variable of a helper": lambda: (legacy_training.train_by_helper, legacy_training.hidden),
     "global variable by the name of its package": lambda: (legacy_training.train_by_package, legacy_state.model),
     "class attribute": lambda: (Trainer().fit_shared, Trainer.shared),
 }
@@ -71,14 +51,6 @@ def test_a_model_comes_back_trained(shape: str) -> None:
         assert torch.equal(weight, trained)
         assert not torch.equal(before, trained)
     assert next(model.parameters()) is weight
-
-
-def test_models_in_a_dataclass_and_in_containers() -> None:
-    """One object that is held in two places is one object in the workers, too."""
-    holder, other = Holder(nn.Linear(2, 1)), nn.Linear(2, 1)
-    first, second = train_held(holder, nested={"again": [holder.net], "other": other})
-    assert torch.equal(holder.net.weight, first)
-    assert torch.equal(other.weight, second)
 
 
 @pytest.mark.parametrize("fit", [Trainer.fit_ddp, Trainer.fit_fsdp], ids=["ddp", "fsdp"])
@@ -102,15 +74,6 @@ def test_a_trainer_trains_on_as_on_one_device(fit: Callable[[Trainer], torch.Ten
         assert not trainer.model.training
     assert trainer.model.second.weight is trainer.model.first.weight is held
     assert trainer.optimizer.param_groups[0]["params"][0] is held
-
-
-def test_an_optimizer_with_attributes_of_its_own() -> None:
-    """It arrives whole, and the optimizer inside it comes back, too."""
-    net = nn.Linear(2, 1)
-    optimizer = Averaging(net.parameters())
-    assert torch.equal(legacy_training.train_with(net, optimizer), net.weight)
-    assert optimizer.inner.param_groups is optimizer.param_groups
-    assert "momentum_buffer" in optimizer.inner.state[net.weight]
 
 
 class Meter:
@@ -178,25 +141,10 @@ def test_other_changed_attributes_are_named() -> None:
     trainer.count.options(update_modules=False)()  # nothing is to come back
 
 
-@pytest.mark.parametrize(
-    ("train", "name"),
-    [
-        (Rebuilt().fit, r"Rebuilt\.model"),
-    ],
-)
-def test_a_trained_model_that_does_not_come_back_is_named(train: Callable[[], Any], name: str) -> None:
+def test_a_trained_model_that_does_not_come_back_is_named() -> None:
     """A model that an import or an unpickling has made once more is another object than the caller's."""
-    with pytest.warns(UserWarning, match=rf"^{name} changed in the workers and does not come back"):
-        train()
-
-
-def test_a_model_that_was_not_sent_is_named() -> None:
-    """The workers build another one, whether the caller has one or not."""
-    lazy = Lazy()
-    for _ in range(2):
-        with pytest.warns(UserWarning, match=r"^Lazy\._model changed in the workers and does not come back"):
-            lazy.fit()
-        lazy.get()
+    with pytest.warns(UserWarning, match=r"^Rebuilt\.model changed in the workers and does not come back"):
+        Rebuilt().fit()
 
 
 JOINED = """
