@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from parallelize import (
+    ConfigError,
     SyncError,
     barrier,
     distributed,
@@ -125,19 +126,14 @@ def streamed(make, workers=0):
 
 SHARDED = {
     "by the group": streamed(by_group),
-    "by variables": streamed(by_variables),
     "by variables, in workers": streamed(by_variables, workers=2),
-    "in halves": streamed(lambda: range(rank() * 8, rank() * 8 + 8)),
-    "by a sampler": streamed(by_torch),
     "wrapped": streamed(lambda: Stream(by_torch)),
     "a generator": lambda: (each for each in range(rank(), LENGTH, world_size())),
     "a sharded loader in it": lambda: zip(shard_loader(list(range(LENGTH))), range(LENGTH)),  # noqa: B905 - ends
-    "a list": lambda: random.Random().sample(range(2**20), LENGTH),
     "a sampler of its own": lambda: DataLoader(range(LENGTH), 2, sampler=OwnSampler("shards")),
     "a sampler that shuffles by itself": lambda: DataLoader(range(LENGTH), 2, sampler=OwnSampler("shuffles")),
     "a generator that shuffles by itself": own_generator,
     "a dataset that shuffles by itself": streamed(own_order),
-    "a dataset that shuffles by itself, in workers": streamed(own_order, workers=2),
     "a hidden part": lambda: DataLoader(Stream(partial(own_order, rank())), batch_size=2),
     "a loader with started workers": begun_by_zip,
 }
@@ -189,3 +185,28 @@ def test_streams_that_are_equal_or_declared_are_trained():
                     model(batch.float().unsqueeze(1)).sum().backward()
 
     train()
+
+
+@distributed(processes=2)
+def one_epoch(loader):
+    return [*values(shard_loader(loader)), *values(shard_loader(DataLoader(range(23), 4, shuffle=True)))]
+
+
+def test_calls_of_one_epoch_read_another_order_each():
+    """Also of a loader that the call makes anew, and not under a seed, which makes calls repeatable."""
+    loader = DataLoader(range(23), 4, shuffle=True)
+    assert len({tuple(one_epoch(loader)) for _ in range(3)}) == 3
+    seeded = one_epoch.options(seed=0)
+    assert len({tuple(seeded(loader)) for _ in range(2)}) == 1
+
+
+def test_an_epoch_without_a_batch_is_refused():
+    """One process would make a step."""
+
+    @distributed(processes=2)
+    def incomplete():
+        list(shard_loader(DataLoader(range(23), 16, drop_last=True)))
+
+    with pytest.raises(ConfigError, match="no process gets a batch: 23 samples, 32 in a step of all") as caught:
+        incomplete()
+    assert "batch size of at most 11" in caught.value.faults[0].fix

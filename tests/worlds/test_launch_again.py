@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelize import ConfigError, distributed
+from parallelize import distributed
 
 pytestmark = pytest.mark.slow
 
@@ -53,15 +53,6 @@ def test_variables_that_torch_reads_at_import_apply_to_the_next_call(monkeypatch
 @distributed(processes=2)
 def server() -> int:
     return psutil.Process(os.getppid()).ppid()
-
-
-def test_the_folder_that_the_first_optimizer_sets_keeps_the_fork_server(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """TORCHINDUCTOR_CACHE_DIR, which importing torch._dynamo sets in the caller, does not start the server again."""
-    before = server()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert server() == before
 
 
 def test_a_call_after_a_failed_one() -> None:
@@ -155,15 +146,6 @@ def test_the_environment_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RANK" not in os.environ
 
 
-def test_the_environment_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PARALLELIZE_PROCESSES at the call wins over the code."""
-    monkeypatch.setenv("PARALLELIZE_PROCESSES", "3")
-    assert total(1) == (3, 3)
-    monkeypatch.setenv("PARALLELIZE_PROCESSES", "many")
-    with pytest.raises(ConfigError, match="PARALLELIZE_PROCESSES=many"):
-        total(1)
-
-
 def test_a_call_in_this_process_leaves_its_tracebacks_alone() -> None:
     """The excepthook that torch installs with a process group does not stay."""
     before = sys.excepthook
@@ -180,14 +162,6 @@ def test_the_callers_process_group_stays() -> None:
         assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
-
-
-def test_a_dead_fork_server_is_replaced() -> None:
-    """After the fork server was killed, the next call starts another one."""
-    dead = server()
-    os.kill(dead, 9)
-    os.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)
-    assert server() != dead
 
 
 def test_a_decorated_function_is_decorated_in_a_worker() -> None:
