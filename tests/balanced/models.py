@@ -51,27 +51,6 @@ class ResNet(nn.Module):
         return self.head(self.layers(self.relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
-class UNet(nn.Module):
-    """Skip connections over all stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1, self.down2, self.middle = (
-            nn.Conv2d(3, 4, 3, 1, 1),
-            nn.Conv2d(4, 8, 3, 1, 1),
-            nn.Conv2d(8, 8, 3, 1, 1),
-        )
-        self.up2, self.up1 = nn.ConvTranspose2d(8, 8, 2, 2), nn.ConvTranspose2d(8, 4, 2, 2)
-        self.join2, self.join1 = nn.Conv2d(16, 8, 3, 1, 1), nn.Conv2d(8, 2, 3, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = torch.relu(self.down1(x))
-        b = torch.relu(self.down2(F.max_pool2d(a, 2)))
-        y = torch.relu(self.middle(F.max_pool2d(b, 2)))
-        y = torch.relu(self.join2(torch.cat([self.up2(y), b], 1)))
-        return self.join1(torch.cat([self.up1(y), a], 1))
-
-
 class Block(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -104,39 +83,6 @@ class Gpt(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return logits if targets is None else (logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-
-
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(11, 8)
-        self.first, self.second = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True)
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # B T -> B T 11, B 8
-        y, _ = self.first(self.tokens(tokens))
-        y, (hidden, _) = self.second(y)
-        return self.head(y), hidden[-1]
-
-
-class Experts(nn.Module):
-    """Each sample uses one expert; some experts get no samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.gate = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.outer = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(x)
-        weight, chosen = self.gate(x).softmax(-1).max(-1)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().squeeze(-1)
-            if rows.numel():
-                y = y.index_add(0, rows, expert(x[rows]) * weight[rows, None])
-        return self.outer(x + y)
 
 
 class Reused(nn.Module):
@@ -192,18 +138,6 @@ class Case:
     is_exact: bool = True
 
 
-def _cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(8 * 36, 5),
-    )
-
-
 def _transformer() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that sequence-first encoders have no nested tensors
@@ -223,16 +157,12 @@ def tokens(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 CASES: dict[str, Case] = {
-    "cnn": Case(_cnn, images),
     "resnet": Case(ResNet, images, is_exact=False),
-    "unet": Case(UNet, images),
     "gpt, tied": Case(Gpt, tokens),
     "gpt, loss inside": Case(Gpt, lambda n: ((torch.randint(11, (n, 8)),), {"targets": torch.randint(11, (n, 8))})),
     "transformer, sequence first": Case(
         _transformer, lambda n: ((torch.randn(7, n, WIDTH), torch.randn(5, n, WIDTH)), {}), batch_dim=1
     ),
-    "lstm": Case(Lstm, tokens),
-    "experts": Case(Experts, rows),
     "reused layer": Case(Reused, rows),
     "in place": Case(InPlace, rows),
 }

@@ -10,9 +10,6 @@ from balanced.models import pipelined, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallelize import parallel_model
-from parallelize.backends.balanced.plugin import BalancedBackend
-
 pytestmark = pytest.mark.slow
 
 INPUTS: tuple[Any, dict[str, Any]] = ((torch.randn(8, 8, dtype=torch.double),), {})
@@ -96,22 +93,3 @@ def test_random_numbers_are_drawn_again(kind: type[Chain], microbatches: int) ->
     model = seeded(kind)
     with pipelined(model, INPUTS, stages=3, microbatches=microbatches):
         assert_true_gradient(model, INPUTS[0][0])
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("kind", [Modules, Reentrant, Functions])
-def test_planning_with_checkpoints(kind: type[Chain]) -> None:
-    """Planning leaves no gradients; `backward` and `torch.autograd.grad` equal finite differences."""
-    model = seeded(kind)
-    x = INPUTS[0][0]
-    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
-        with torch.no_grad():
-            model(x)
-        assert all(each.grad is None for each in model.parameters())
-        assert_true_gradient(model, x)
-        if kind is Reentrant:  # torch.autograd.grad refuses it
-            return
-        torch.manual_seed(3)
-        got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    for gradient, parameter in zip(got, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)

@@ -12,7 +12,6 @@ from balanced.models import (
     Gpt,
     assert_equal_gradients,
     batch_of,
-    gradients,
     loss_of,
     pipelined,
     seeded,
@@ -24,7 +23,7 @@ from parallelize import parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
 
 # Tied and reused weights are summed in another order, and some convolutions on copied inputs too.
-REORDERED_SUMS = {"gpt, tied", "gpt, loss inside", "reused layer", "cnn", "unet", "transformer, sequence first"}
+REORDERED_SUMS = {"gpt, tied", "gpt, loss inside", "reused layer", "transformer, sequence first"}
 
 
 def run(model: Any, inputs: Any, **options: Any) -> Any:
@@ -111,19 +110,6 @@ def test_an_input_that_requires_grad() -> None:
     want = torch.autograd.grad(loss_of(plain(x, scale=scale)), [x, scale, *plain.parameters()])
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_frozen_parts_stay_without_gradient() -> None:
-    """If only the head is trained, only the head gets a gradient, equal to the plain model's."""
-    model = seeded(lambda: Gpt(tied=False))
-    model.requires_grad_(requires_grad=False)
-    model.head.requires_grad_()
-    plain = copy.deepcopy(model)
-    inputs = batch_of(CASES["gpt, tied"])
-    run(model, inputs)
-    loss_of(plain(*inputs[0])).backward()
-    assert [name for name, gradient in gradients(model).items() if gradient is not None] == ["head.weight"]
-    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_planned", [False, True])

@@ -85,22 +85,6 @@ def path_length(model: Any, step: int) -> Tensor:
     return (gradient.square().sum(1).sqrt() - 1).square().mean() + images.square().mean()
 
 
-# An int attribute, which the loop sets, switches a branch that treats samples alike.
-class Growing(Net):
-    depth = 0
-
-    def forward(self, x: Tensor) -> Any:
-        for _ in range(self.depth % 3):
-            x = torch.tanh(self.a(x))
-        return super().forward(x)
-
-
-def growing(model: Any, step: int) -> Tensor:
-    model.depth = step
-    loss: Tensor = model(rows(step)).square().mean()
-    return loss
-
-
 class Capacity(nn.Module):
     """Experts that drop the samples over their capacity."""
 
@@ -127,36 +111,6 @@ class Listing(Net):
 
     def parameters(self, groups: Any = None) -> Any:  # type: ignore[override]  # the case
         return iter([each for _, each in self.named_parameters()])
-
-
-class Lookahead(torch.optim.SGD):
-    """Keeps slow weights, to which the fast ones go back every second step."""
-
-    def step(self, closure: Any = None) -> Any:
-        found = super().step(closure)
-        for each in self.param_groups[0]["params"]:
-            state = self.state[each]
-            state["slow"] = state.get("slow", each.detach().clone())
-            state["number"] = state.get("number", 0) + 1
-            if state["number"] % 2 == 0:
-                state["slow"].lerp_(each.detach(), 0.5)
-                each.data.copy_(state["slow"])
-        return found
-
-
-def evaluating(model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(STEPS):
-        train(model, optimizer=optimizer)
-        model.eval()
-        with torch.no_grad():
-            assert torch.isfinite(model(rows(step, 6))).all()
-        model.train()
-
-
-def uneven(model: Any, step: int) -> Tensor:
-    loss: Tensor = model(rows(step, 3 if step == STEPS - 1 else 8)).square().mean()
-    return loss
 
 
 class Nested(Net):
@@ -192,12 +146,6 @@ class Momentum(Net):
         return scores + (super().forward(x) * key).sum(1, keepdim=True)
 
 
-def autocast(model: Any, step: int) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss: Tensor = model(rows(step)).float().square().mean()
-    return loss
-
-
 def scaled(model: Any) -> None:
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
     for step in range(STEPS):
@@ -209,59 +157,10 @@ def scaled(model: Any) -> None:
         scaler.update()
 
 
-def accumulated(model: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
-    for step in range(STEPS):
-        (model(rows(step)).square().mean() / 2).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def closure(model: Any) -> None:
-    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
-
-    def again() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(rows(0)).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(again)
-
-
-def tied() -> nn.Module:
-    model = Net()
-    model.c.weight = model.a.weight
-    return model
-
-
 def compiled() -> nn.Module:
     model = Net(nn.GELU())
     model.b.compile(backend="eager")
     return model
-
-
-def two_towers(model: Any, step: int) -> Tensor:
-    loss: Tensor = F.mse_loss(model(rows(step)), model(rows(step + 1)).detach())
-    return loss
-
-
-class Averaged(Net):
-    """Stores a running loss as a plain number, which the loop reads."""
-
-    total = 0.0
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        self.total = 0.9 * self.total + y.detach().square().mean().item()
-        return y
-
-
-def penalized(model: Any, step: int) -> Tensor:
-    x = rows(step).requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return slope.square().sum(1).mean()
 
 
 class Selecting(nn.Module):
@@ -308,35 +207,21 @@ PROGRAMS = {
     "language model": Program(language_model, labelled),
     "language model with a cache": Program(language_model, loop=cached, whole="DynamicCache(.|\n)*use_cache = False"),
     "autograd.grad of images by latents": Program(Generator, path_length),
-    "gradient penalty": Program(Net, penalized),
-    "an int attribute that changes": Program(Growing, growing),
     "experts with a capacity": Program(lambda: Net(Capacity()), whole="differs from that of the batch"),
     "sparse inputs": Program(Sparse, lambda m, i: m(rows(i).to_sparse()).square().mean()),
     "sparse inputs later": Program(
         Sparse, lambda m, i: m(rows(i).to_sparse() if i > 2 else rows(i)).square().mean(), whole="no dense tensor"
     ),
     "batch norm in evaluation": Program(lambda: Net(nn.BatchNorm1d(8).eval().requires_grad_(False)).eval()),
-    "full batch norm": Program(lambda: Net(nn.BatchNorm1d(8)), options={"microbatches": 1}),
-    "tied weights": Program(tied),
     "a compiled submodule": Program(compiled),
     "a class that overrides parameters()": Program(Listing),
-    "an optimizer with slow weights": Program(
-        Net, loop=lambda model: train(model, optimizer=Lookahead(model.parameters(), 0.1))
-    ),
-    "evaluation in the middle": Program(Net, loop=evaluating),
-    "an uneven last batch": Program(Net, uneven),
     "nested containers": Program(Nested, nested),
     "a momentum encoder with a queue": Program(
         Momentum, lambda m, i: m(rows(i)).square().mean(), whole="forward changes"
     ),
-    "autocast of the user's": Program(Net, autocast, rtol=2e-2),
     "GradScaler of the user's": Program(Net, loop=scaled),
-    "accumulation": Program(Net, loop=accumulated),
     "outputs of ever new lengths": Program(Selecting, selected),
     "outputs that fit no tensor later": Program(lambda: Selecting(is_cut=True), selected, whole="cannot be joined"),
-    "LBFGS": Program(Net, loop=closure, rtol=1e-3),
-    "two forwards, one backward": Program(Net, two_towers),
-    "a number that forward stores": Program(Averaged, whole="forward changes total"),
 }
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
-import sys
 import time
 import weakref
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from balanced.models import CASES, Gpt, assert_equal_gradients, batch_of, loss_of, plan_for, rows, seeded
+from balanced.models import assert_equal_gradients, loss_of, rows, seeded
 from torch import nn
 
 from parallelize import parallel_model
@@ -21,9 +19,6 @@ from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.errors import ConfigError
 
 pytestmark = pytest.mark.slow
-
-INPUTS = batch_of(CASES["gpt, tied"])
-X = INPUTS[0][0]
 
 
 class Slow(nn.Module):
@@ -46,24 +41,6 @@ def test_submodules_that_are_not_called(model: nn.Module) -> None:
         loss_of(model(*(x,) * (3 if isinstance(model, nn.MultiheadAttention) else 2))).backward()
         assert not plan(model).is_split
         assert "forward calls no submodules" in str(plan(model))
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("last", [nn.Identity(), nn.BatchNorm1d(4), nn.Dropout()], ids=lambda each: type(each).__name__)
-def test_planning_takes_the_time_of_ten_steps(last: nn.Module, monkeypatch: Any) -> None:
-    """Planning and spot checks run at most ten batches; a line on the terminal tells what runs."""
-    model = nn.Sequential(*(Slow(0.004) for _ in range(6)), last)
-    counts: list[int] = []
-    model[0].register_forward_pre_hook(lambda _module, args: counts.append(len(args[0])))
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"))):
-        model(torch.randn(16, 4))
-    assert sys.stderr.getvalue().startswith("parallelize: profiling Sequential on its first batch")
-    assert sum(counts) / 16 - 1 <= 10
 
 
 def test_the_slowest_submodule_gets_its_own_device() -> None:
@@ -110,26 +87,6 @@ def test_planning_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_plan_can_be_printed() -> None:
-    """The text shows the stages with bars, the speedup beside the ideal one, and the reason."""
-    drawn = plan_for(
-        seeded(Gpt),
-        INPUTS,
-        forward_s=(0.03, 0.01),
-        backward_s=(0.06, 0.02),
-        memory_bytes=(2.0**21, 2.0**21),
-        unsplit_s=0.4,
-        predicted_s=0.3,
-        why="because",
-    )
-    text = str(drawn).splitlines()
-    assert text[0] == "Gpt: 2 stages, 4 micro-batches, 1.33x as fast as one device (ideal 1.60x)"
-    assert "██████████████████······  75% of time" in text[1]
-    assert text[2].endswith("25% of time  2.0 MiB")
-    assert text[1].startswith("  0  cpu  tokens .. ")
-    assert text[-1] == "  why: because"
-
-
 class Scarce(nn.Module):
     """Runs out of memory with more than `most` samples, as an accelerator does, or if its tensors are still there."""
 
@@ -170,51 +127,3 @@ def test_a_model_of_which_no_sample_fits() -> None:
         pytest.raises(ConfigError, match="a forward of 1 samples does not fit"),
     ):
         model(torch.randn(32, 8))
-
-
-class Queue(nn.Module):
-    """Writes each batch into a queue, at a pointer that only a full batch keeps aligned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.at = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), 0
-        self.register_buffer("queue", torch.zeros(16, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layers(x)
-        self.queue[self.at : self.at + len(y)] = y.detach()
-        self.at = (self.at + len(y)) % len(self.queue)
-        return y
-
-
-@pytest.mark.filterwarnings("ignore:batches like this one are not split")
-def test_a_queue_that_only_full_batches_fit() -> None:
-    """Smaller micro-batches of planning leave the pointer where it was; where devices have limits, too."""
-    model = seeded(Queue)
-    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), memory=10**7, microbatches=2)):
-        for steps in range(1, 4):
-            loss_of(model(torch.ones(8, 16))).backward()
-            assert model.at == 8 * steps % 16
-
-
-class Pulse(nn.Module):
-    """Reads a number, so that its batches have no batch dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-
-    def forward(self, level: torch.Tensor) -> torch.Tensor:
-        return self.layers(level * torch.ones(2, 64))
-
-
-def test_a_batch_without_a_batch_dimension_on_a_model_that_fits_on_no_device() -> None:
-    """The model is divided, and the batch runs through its stages as a whole."""
-    model, level = seeded(Pulse), torch.tensor(0.5)
-    alone = copy.deepcopy(model)
-    loss_of(alone(level)).backward()
-    memory = 3 * sum(each.nbytes for each in model.parameters())
-    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), memory=memory)):
-        loss_of(model(level)).backward()
-        assert (len(plan(model).devices), plan(model).microbatches) == (2, 1)
-    assert_equal_gradients(model, alone)

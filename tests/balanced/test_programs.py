@@ -70,26 +70,6 @@ class Stored(Chain):
         return hidden
 
 
-class Constant(Chain):
-    """A model with a matrix that it does not change, such as the adjacency of a graph."""
-
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("matrix", make(torch.eye(4)), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        matrix = self.matrix if self.matrix.is_sparse else self.matrix.float()
-        return torch.mm(matrix, self.inner(x).t()).t()
-
-
-@pytest.mark.parametrize(
-    "make", [lambda x: x.to_sparse(), lambda x: x.to(torch.float8_e4m3fn)], ids=["sparse", "8 bits"]
-)
-def test_buffers_whose_values_torch_does_not_compare(make: Callable[[Tensor], Tensor]) -> None:
-    """Batches of a model with a sparse buffer, or one in 8 bits, are split."""
-    assert_same(lambda: Constant(make), [mse] * 2)
-
-
 class Revived(Chain):
     """A forward that changes a tensor of the model for some batches only."""
 

@@ -130,15 +130,6 @@ def test_no_batch() -> None:
                 model(torch.tensor(3.0))
 
 
-def test_packed_sequences() -> None:
-    """A PackedSequence among the inputs is not split; the plan tells why."""
-    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 8), torch.randn(2, 8)])
-    with parallel_model(nn.Sequential(nn.LSTM(8, 8)), backend=TWO) as model:
-        output, _ = model(packed)
-        assert output.data.shape == (5, 8)
-    assert "PackedSequence" in plan(model).why
-
-
 class Memory:
     def __init__(self, **attributes: Any) -> None:
         self.kept: list[torch.Tensor] = []
@@ -218,12 +209,6 @@ def test_invalid_options() -> None:
     with pytest.raises(ConfigError) as caught:
         BalancedBackend(**wrong)
     assert len(caught.value.faults) == 2
-
-
-def test_limits_for_another_number_of_devices() -> None:
-    """Memory limits are one for all devices, or one for each."""
-    with pytest.raises(ConfigError, match="for 2 devices"):
-        call(seeded(Gpt), X, backend=BalancedBackend(devices=("cpu", "cpu"), memory=(1, 2, 3)))
 
 
 def test_a_plan_for_another_model() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
-import threading
 import weakref
 from typing import Any
 
@@ -51,19 +49,6 @@ def test_hooks_run_once_with_the_full_gradient() -> None:
     assert len(fired) == 2 * len(list(model.parameters()))
     # Once in `call_order`, once here.
     assert len(calls) == 2
-
-
-def test_no_grad_inference_and_evaluation() -> None:
-    """Outputs equal the plain model's in no_grad and inference mode, and require no grad."""
-    model = seeded(lambda: Gpt(dropout=0.5)).eval()
-    plain = copy.deepcopy(model)
-    with pipelined(model, INPUTS):
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                output = model(X)
-                torch.testing.assert_close(output, plain(X))
-            assert not output.requires_grad
-        assert model(X).requires_grad
 
 
 def test_dropout_depends_on_the_seed_only() -> None:
@@ -185,28 +170,6 @@ def test_a_step_leaves_no_cycle_behind() -> None:
             gc.enable()
 
 
-def test_the_model_object_stays_unchanged() -> None:
-    """Same object and state_dict keys inside; copies and pickles made inside are plain models; no attribute remains."""
-    model = seeded(Gpt)
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    keys, parameters = list(model.state_dict()), list(model.parameters())
-    threads = threading.active_count()
-    with pipelined(model, INPUTS) as same:
-        loss_of(model(X)).backward()
-        copied = copy.deepcopy(model)
-        loaded = pickle.loads(pickle.dumps(model))
-        assert same is model
-        assert list(model.state_dict()) == keys
-    for other in (copied, loaded):
-        torch.testing.assert_close(other(X), model(X))
-        assert b"parallelize" not in pickle.dumps(other)
-    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-    assert model.tokens.weight.__dict__ == {}
-    assert not any(each._forward_pre_hooks or each._forward_hooks for each in model.modules())
-    assert threading.active_count() == threads
-
-
 def test_a_first_batch_in_inference_mode() -> None:
     """Planning on a batch without gradients prepares for training too."""
     model = seeded(Gpt)
@@ -229,25 +192,3 @@ def test_a_last_batch_with_batch_norm_may_be_small() -> None:
         x = torch.randn(5, 8)
         parts = torch.cat([model[2](norm(model[0](part))) for part in x.split((3, 2))])
         torch.testing.assert_close(same(x), parts)
-
-
-class Pairing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one, other = self.b(self.a(x)).view(8, 5).chunk(2)
-        return F.mse_loss(one, other)
-
-
-def test_one_micro_batch_is_the_full_batch_while_planning_too() -> None:
-    """With microbatches=1, planning never runs the model on a part of a batch."""
-    model, x = seeded(Pairing), torch.randn(8, 8)
-    with parallel_model(copy.deepcopy(model), backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=1)) as same:
-        torch.testing.assert_close(same(x), model(x))
-    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    pair = torch.randn(2, 8)
-    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=1)
-    with parallel_model(copy.deepcopy(norm), backend=backend) as same:
-        torch.testing.assert_close(same(pair), norm(pair))
