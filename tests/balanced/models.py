@@ -85,6 +85,39 @@ class Gpt(nn.Module):
         return logits if targets is None else (logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.first, self.second = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # B T -> B T 11, B 8
+        y, _ = self.first(self.tokens(tokens))
+        y, (hidden, _) = self.second(y)
+        return self.head(y), hidden[-1]
+
+
+class Experts(nn.Module):
+    """Each sample uses one expert; some experts get no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.outer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(-1)
+            if rows.numel():
+                y = y.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return self.outer(x + y)
+
+
 class Reused(nn.Module):
     """One layer called several times, and a parameter of the model itself."""
 
@@ -163,6 +196,8 @@ CASES: dict[str, Case] = {
     "transformer, sequence first": Case(
         _transformer, lambda n: ((torch.randn(7, n, WIDTH), torch.randn(5, n, WIDTH)), {}), batch_dim=1
     ),
+    "lstm": Case(Lstm, tokens),
+    "experts": Case(Experts, rows),
     "reused layer": Case(Reused, rows),
     "in place": Case(InPlace, rows),
 }

@@ -55,9 +55,7 @@ def to_gpu(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("devices", [*PAIRS, *MORE], ids="+".join)
-@pytest.mark.parametrize(
-    "name", ["cnn", "resnet", "unet", "gpt, tied", "gpt, loss inside", "lstm", "experts", "in place"]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_one_stage(name: str, devices: tuple[str, ...]) -> None:
     """On one GPU twice, on CPU and GPU, and on several GPUs, outputs and gradients are those of one stage."""
     case = CASES[name]
@@ -66,7 +64,8 @@ def test_outputs_and_gradients_are_those_of_one_stage(name: str, devices: tuple[
     found = []
     for each, places in ((model, devices), (alone, ("cuda:0",))):
         made = plan_for(each, inputs, stages=len(places), devices=places)
-        with parallel_model(each, backend=BalancedBackend(devices=places, plan=made)), not_split_once(None):
+        backend = BalancedBackend(devices=places, plan=made, batch_dim=case.batch_dim)
+        with parallel_model(each, backend=backend), not_split_once(None):
             output = each(*inputs[0], **inputs[1])
             loss_of(output).backward()
             assert {leaf.device for leaf in tensors(output)} == {torch.device("cuda:0")}
@@ -171,8 +170,8 @@ def test_a_batch_on_another_device_is_moved(device: str, devices: tuple[str, str
     """Inputs may be on the CPU or on another GPU: outputs are on the run's device, with the gradients of one stage."""
     if "cuda:1" in (device, *devices) and torch.cuda.device_count() == 1:
         pytest.skip("needs two CUDA devices")
-    inputs = to_gpu(batch_of(CASES["cnn"]))
-    model = seeded(CASES["cnn"].make).cuda()
+    inputs = to_gpu(batch_of(CASES["gpt, tied"]))
+    model = seeded(CASES["gpt, tied"].make).cuda()
     alone = copy.deepcopy(model)
     loss_of(alone(*inputs[0])).backward()
     with parallel_model(model, backend=BalancedBackend(devices=devices, microbatches=2)):
