@@ -33,35 +33,6 @@ class Halving(torch.optim.SGD):
         return loss
 
 
-class Sam(torch.optim.SGD):
-    """Takes the gradient at the worst point nearby, as sharpness-aware minimization does."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        parameters = self.param_groups[0]["params"]
-        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
-        offsets = [0.1 * each.grad / norm for each in parameters]
-        with torch.no_grad():
-            torch._foreach_add_(parameters, offsets)
-            with torch.enable_grad():
-                closure()
-            torch._foreach_sub_(parameters, offsets)
-        super().step()
-        return loss
-
-
-class Polyak(torch.optim.SGD):
-    """Calls backward itself on a loss that sets the step's length."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure(False)
-        loss.backward()
-        norm = sum(each.grad.square().sum() for each in self.param_groups[0]["params"])
-        self.param_groups[0]["lr"] = 0.1 * loss.item() / float(norm)
-        super().step()
-        return loss
-
-
 class GradientFree(torch.optim.SGD):
     """Compares the losses at two random points, without gradients."""
 
@@ -79,11 +50,8 @@ class GradientFree(torch.optim.SGD):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=5),
     "strong Wolfe": lambda parameters: torch.optim.LBFGS(parameters, max_iter=5, line_search_fn="strong_wolfe"),
     "halving": lambda parameters: Halving(parameters, lr=8.0),
-    "SAM": lambda parameters: Sam(parameters, lr=0.1),
-    "Polyak": Polyak,
     "gradient-free": GradientFree,
 }
 
@@ -135,34 +103,18 @@ def test_optimizers_with_a_closure_equal_one_process() -> None:
         torch.testing.assert_close(ranks[1][name], ranks[0][name], rtol=0, atol=0)
 
 
-def test_shards_and_half_precision_and_uneven_batches() -> None:
-    """Rejected steps under fsdp, a line search under bf16, and one on batches of 3 and 2 samples."""
-
-    def uneven(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
-        loader = DataLoader(TensorDataset(samples(5)), batch_size=3)
-        return [fit(model, optimizer, x) for (x,) in shard_loader(loader, tail="weighted")]
+def test_a_line_search_on_uneven_batches() -> None:
+    """On batches of 3 and 2 samples, whose losses are weighted; tests/one_word has line searches under fsdp."""
 
     @distributed(processes=WORLD)
     def train() -> list[Any]:
-        model, optimizer = made("halving")
-        with parallel_model(model, backend="fsdp"):
-            sharded = [fit(model, optimizer, samples().chunk(WORLD)[rank()])[:2] for _ in range(4)]
-        weights = dict(model.state_dict())
         model, optimizer = made("strong Wolfe")
+        loader = shard_loader(DataLoader(TensorDataset(samples(5)), batch_size=3), tail="weighted")
         with parallel_model(model):
-            weighted = uneven(model, optimizer)
-        model, optimizer = made("strong Wolfe")
-        model.float()
-        with parallel_model(model, amp="bf16"):
-            half = [fit(model, optimizer, samples().float().chunk(WORLD)[rank()]) for _ in range(2)]
-        return [sharded, weights, weighted, half]
+            return [fit(model, optimizer, x) for (x,) in loader]
 
-    first, second = train.all_ranks()
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
-    model, optimizer = made("halving")
-    expected = [fit(model, optimizer, samples())[:2] for _ in range(4)]
-    torch.testing.assert_close(first[:2], [expected, dict(model.state_dict())], rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(first[2], [fit(*made("strong Wolfe"), samples(5))], rtol=1e-6, atol=1e-9)
+    for found in train.all_ranks():
+        torch.testing.assert_close(found, [fit(*made("strong Wolfe"), samples(5))], rtol=1e-6, atol=1e-9)
 
 
 def test_a_line_search_over_summed_losses() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import subprocess
 import textwrap
@@ -119,37 +118,6 @@ def test_all_ranks_are_logged_with_their_number(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO, logger="much"):
         warn_all.options(logs="all")()
     assert sorted(each.message for each in caplog.records if each.name == "much") == ["[rank 1] of rank 1", "of rank 0"]
-
-
-IN_FORCE = """
-    import warnings
-    import numpy as np
-    from parallelize import distributed
-
-    np.seterr(divide="raise")
-    warnings.filterwarnings("ignore", "hidden")
-    warnings.filterwarnings("error", category=FutureWarning)
-
-    @distributed(processes=2)
-    def train():
-        found = []
-        warnings.warn("hidden", stacklevel=1)
-        for act in (lambda: warnings.warn("x", FutureWarning, stacklevel=1), lambda: np.float64(1) / np.float64(0)):
-            try:
-                act()
-            except (FutureWarning, FloatingPointError) as error:
-                found.append(type(error).__name__)
-        return found
-
-    print([train.options(processes=number)() for number in (1, 2)])
-"""
-
-
-def test_filters_of_warnings_and_numpys_errors(run_script: Run) -> None:
-    """As in one process."""
-    done = run_script(IN_FORCE)
-    assert ast.literal_eval(done.stdout) == [["FutureWarning", "FloatingPointError"]] * 2
-    assert "hidden" not in done.stderr
 
 
 EDITED = """

@@ -123,66 +123,19 @@ def test_bars_and_warnings(tmp_path: Path) -> None:
     assert "20/20" in bar
 
 
-@distributed(processes=2)
-def stop_to_debug() -> None:
-    breakpoint()
+DEBUG = r"breakpoint\(\) in a worker(.|\n)*PARALLELIZE_PROCESSES=1"
+READ = r"input\(\), or a read from sys.stdin(.|\n)*before the call"
 
 
-def test_a_breakpoint_in_a_worker_is_refused() -> None:
-    """breakpoint() raises an error that says how to debug in one process."""
-    with pytest.raises(LaunchError, match=r"breakpoint\(\) in a worker(.|\n)*PARALLELIZE_PROCESSES=1"):
-        stop_to_debug()
-
-
-@distributed(processes=2)
-def ask() -> str:
-    return input("continue?")
-
-
-@distributed(processes=2)
-def read_lines() -> list[str]:
-    return list(sys.stdin)
-
-
-@distributed(processes=2)
-def read_bytes() -> bytes:
-    return sys.stdin.buffer.read()
-
-
-@pytest.mark.parametrize("function", [ask, read_lines, read_bytes], ids=lambda function: function.__name__)
-def test_reading_standard_input_in_a_worker_is_refused(function: Callable[[], object]) -> None:
-    """It was an EOFError, or no lines, whatever the caller's standard input has."""
-    with pytest.raises(LaunchError, match=r"input\(\), or a read from sys.stdin(.|\n)*before the call"):
-        function()
-
-
-DEBUGGED = """
-from parallelize import distributed
-
-@distributed(processes=2)
-def train(x):
-    y = 6 * x
-    return y
-
-print("result", train(7))
-"""
-
-
-def test_one_process_runs_under_pdb(tmp_path: Path) -> None:
-    """With PARALLELIZE_PROCESSES=1 the function runs in the calling process, where breakpoints work."""
-    script = tmp_path / "script.py"
-    script.write_text(DEBUGGED)
-    commands = ["-c", f"b {script}:7", "-c", "c", "-c", "p 'y is', y", "-c", "c", "-c", "q"]
-    done = subprocess.run(
-        ["env", "PARALLELIZE_PROCESSES=1", sys.executable, "-m", "pdb", *commands, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert "('y is', 42)" in done.stdout
-    assert "result 42" in done.stdout
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [(breakpoint, DEBUG), (input, READ), (lambda: list(sys.stdin), READ), (lambda: sys.stdin.buffer.read(1), READ)],
+    ids=["breakpoint", "input", "lines", "bytes"],
+)
+def test_what_asks_the_user_in_a_worker_is_refused(ask: Callable[[], object], message: str) -> None:
+    """Without a terminal: the error says how to debug in one process, or where to read standard input."""
+    with pytest.raises(LaunchError, match=message):
+        distributed(processes=2)(lambda: ask() and None)()
 
 
 @distributed(processes=2)

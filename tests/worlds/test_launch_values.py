@@ -132,23 +132,6 @@ def test_tied_weights_and_aliases_are_kept() -> None:
 
 
 @distributed(processes=2)
-def write_into(tensor: torch.Tensor) -> tuple[bool, float, float]:
-    shared = tensor.is_shared()
-    before = tensor.sum().item()
-    dist.barrier()
-    tensor += 1 + dist.get_rank()
-    dist.barrier()
-    return shared, before, tensor.mean().item()
-
-
-def test_a_write_is_seen_in_no_other_rank_and_not_in_the_caller() -> None:
-    """Every rank has its own memory for an argument, however large it is."""
-    tensor = torch.zeros(4 * MIB)
-    assert write_into.all_ranks(tensor) == [(False, 0.0, 1.0), (False, 0.0, 2.0)]
-    assert not tensor.any()
-
-
-@distributed(processes=2)
 def train(*models: Any, **named: Any) -> None:
     """Fill the weights with different values on each rank; only rank 0's are copied back."""
     items = [*models, *named.values()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from parallelize import barrier, distributed, rank
 
 Run = Callable[..., "CompletedProcess[str]"]
 
@@ -57,47 +60,15 @@ def test_processes_of_torchrun_exit_cleanly(run_script: Run) -> None:
         test_torchrun_starts_the_same_script(run_script)
 
 
-# How scripts name torch's settings, which are module objects of other classes than Python's own.
-BACKENDS = r"""
-import torch
-import torch.backends.cudnn as cudnn
-from torch.backends import mkldnn
-from torch.backends.cuda import matmul
-from torch.utils.data import DataLoader, Dataset
-from parallelize import distributed
+def test_the_caller_is_interrupted() -> None:
+    """After SIGINT no process of the call is left, which the leak guard of every test checks."""
 
-aten = torch.ops.aten
-torch.set_default_dtype(torch.float64)
-cudnn.benchmark = True
+    @distributed(processes=2, logs="all")
+    def wait(caller: int) -> None:
+        barrier()
+        if rank() == 0:
+            os.kill(caller, signal.SIGINT)
+        time.sleep(600)
 
-class Ones(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        with cudnn.flags(enabled=False):
-            return torch.ones(1)
-
-@distributed(processes=2)
-def train():
-    found = [cudnn.benchmark, str(torch.get_default_dtype())]
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.opt_einsum.enabled = False
-    matmul.allow_tf32 = False
-    with torch.backends.cudnn.flags(enabled=False), mkldnn.flags(enabled=False):
-        found += [cudnn.enabled, torch.backends.mkldnn.enabled]
-    found += [cudnn.benchmark, cudnn.deterministic, torch.backends.cuda.matmul.allow_tf32]
-    found += [torch.jit.is_scripting(), hasattr(torch.classes, "loaded_libraries")]
-    found += [aten.add(torch.ones(1), 1).item(), torch.ops.aten.mul.Tensor(torch.ones(1), 3).item()]
-    return found, sum(x.sum().item() for x in DataLoader(Ones(), num_workers=1, multiprocessing_context="spawn"))
-
-print(train())
-"""
-
-
-def test_a_function_names_torchs_settings(run_script: Run) -> None:
-    """By attributes, aliases and context managers; it begins with those of the script, also in a loader's worker."""
-    found = [True, "torch.float64", False, False, False, True, False, False, True, 2.0, 3.0]
-    assert run_script(BACKENDS, how="file").stdout == f"({found}, 4.0)\n"
+    with pytest.raises(KeyboardInterrupt):
+        wait(os.getpid())

@@ -106,17 +106,6 @@ def weight_written_between_verified_steps(wrong: bool) -> Any:
     return fit(model, write, verify_every=2)
 
 
-@told(f"1 {DIFFER_AT_END}")
-def gradient_of_one_rank_removed(wrong: bool) -> Any:
-    model = mlp()
-
-    def remove(step: int) -> None:
-        if step == 7 and (rank() == 1 or not wrong):
-            model.encoder.weight.grad = None
-
-    return fit(model, remove)
-
-
 @told(f"4 {DIFFER_AT_END}")
 def hand_written_descent_under_no_sync(wrong: bool) -> Any:
     model = mlp()
