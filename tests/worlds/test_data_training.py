@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
-from parallelize import SyncError, distributed, no_sync, parallel_model, rank, shard_loader
+from parallelize import SyncError, distributed, parallel_model, rank, shard_loader
 
 
 def data(length):
@@ -67,30 +67,6 @@ def test_weighted_steps_equal_those_of_one_process():
         for (length, tail, options), weights in zip(cases, found, strict=True):
             off = (weights - train_in_one_process(length, 12, 3)).abs().max()
             assert off < 1e-12 if tail == "weighted" else off > 1e-6, (length, options)
-
-
-def test_weights_accumulate():
-    """Under no_sync each micro-batch has its own weight: the sum equals one process's gradients."""
-
-    @distributed(processes=2)
-    def gradient():
-        net = model()
-        with parallel_model(net):
-            batches = list(enumerate(shard_loader(DataLoader(data(7), batch_size=2), tail="weighted")))
-            assert len(batches) == 2
-            loader = shard_loader(DataLoader(data(7), batch_size=2), tail="weighted")
-            for step, (x, y) in enumerate(loader):
-                with no_sync(net) if step == 0 else contextlib.nullcontext():
-                    nn.functional.mse_loss(net(x.double()), y.double()).backward()
-        return torch.cat([each.grad.flatten() for each in net.parameters()])
-
-    net = model()
-    x, y = data(7)[:]
-    for part in (slice(0, 4), slice(4, 7)):
-        nn.functional.mse_loss(net(x[part].double()), y[part].double()).backward()
-    expected = torch.cat([each.grad.flatten() for each in net.parameters()])
-    for grad in gradient.all_ranks():
-        torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
 
 
 def grouped(batches):
@@ -285,23 +261,6 @@ def test_two_loaders_in_one_line_are_not_compared_with_each_other():
         return steps
 
     assert train.all_ranks() == [3, 3]
-
-
-def test_a_loss_of_two_loaders_of_different_weights_is_refused():
-    """A labelled loader with an uneven tail beside an unlabelled one: a backward pass has one weight."""
-
-    @distributed(processes=2)
-    def train():
-        net = model()
-        labelled = shard_loader(DataLoader(data(7), batch_size=4), tail="weighted")
-        unlabelled = shard_loader(DataLoader(data(8), batch_size=4))
-        with parallel_model(net):
-            for (x, y), (u, _) in zip(labelled, unlabelled, strict=True):
-                (loss_of(net, x, y) + net(u.double()).mean()).backward()
-
-    either_rank = r"(0\.857142857\d+ and 1\.0|1\.0 and 1\.142857142\d+)"
-    with pytest.raises(SyncError, match=f"batches of two loaders, of weights {either_rank}"):
-        train()
 
 
 def test_a_batch_keeps_its_weight_after_a_loop_over_another_loader():

@@ -6,7 +6,6 @@ Programs whose ranks read different batches: tests/one_word, and tests/worlds/te
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -105,25 +104,6 @@ def with_optimizer(make: Callable[[Any], Any], *, is_before: bool) -> Around:
         return [seen, train(model, optimizer)]
 
     return around
-
-
-def grown(model: nn.Sequential, block: Block) -> None:
-    """An optimizer gets parameters and a saved state in the block, beside a second one and a scheduler."""
-    parameters = list(model.parameters())
-    optimizer = optim.Adam(parameters[:1], 0.05)
-    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-    with block(model):
-        train(model, optimizer)
-        optimizer.add_param_group({"params": parameters[1:], "lr": 0.02})
-        scheduler.base_lrs.append(0.02)
-        late = optim.SGD(parameters, 0.01, momentum=0.9)
-        train(model, optimizer, after_step=lambda: (late.step(), scheduler.step()))
-        saved = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer)
-        optimizer.load_state_dict(saved)
-        train(model, late)
-        train(model, optimizer)
-    train(model, optimizer, after_step=late.step)
 
 
 def several(model: nn.Sequential, block: Block) -> Any:
@@ -271,7 +251,6 @@ ALL: dict[str, Around] = {
     **{f"forward, {name}, backward": inside(changed(each)) for name, each in CHANGES.items()},
     **{f"{name}, made inside": with_optimizer(each, is_before=False) for name, each in OPTIMIZERS.items()},
     **{f"{name} with state": with_optimizer(each, is_before=True) for name, each in OPTIMIZERS.items()},
-    "grown": grown,
     "several": several,
 }
 

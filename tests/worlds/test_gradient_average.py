@@ -54,17 +54,11 @@ def with_penalty(y, t):
 
 LOSSES = {
     "cross_entropy": partial(per_token, F.cross_entropy),
-    "2d": lambda y, t: F.cross_entropy(y.transpose(1, 2), t),
     "class weights": partial(per_token, nn.CrossEntropyLoss(weight=WEIGHTS)),
     "smoothing": partial(per_token, partial(F.cross_entropy, label_smoothing=0.1, weight=WEIGHTS)),
     "nll": lambda y, t: per_token(F.nll_loss, y.log_softmax(-1), t),
     "mse": partial(regression, F.mse_loss),
-    "l1": partial(regression, nn.L1Loss()),
-    "smooth_l1": partial(regression, F.smooth_l1_loss),
-    "huber": partial(regression, F.huber_loss),
-    "bce": lambda y, t: regression(F.binary_cross_entropy, y.sigmoid(), t),
     "bce logits": partial(regression, F.binary_cross_entropy_with_logits),
-    "kl": lambda y, t: regression(partial(F.kl_div, reduction="batchmean"), y.log_softmax(-1), t),
     "masked mean": masked_mean,
     "mean": lambda y, t: regression(partial(F.mse_loss, reduction="none"), y, t).mean(),
     "several": with_penalty,
