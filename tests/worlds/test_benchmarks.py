@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import picture  # noqa: E402 - benchmarks/ is not a package
-from report import Ratio, Table, machine, plot, ratios_of, tables_of  # noqa: E402 - benchmarks/ is not a package
+from report import machine  # noqa: E402 - benchmarks/ is not a package
 from suite import present  # noqa: E402 - see above
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -70,43 +70,6 @@ def test_a_users_own_function_is_measured(tmp_path: Path) -> None:
     )
     texts = [each.text for each in ET.parse(tmp_path / "mine.svg").iter(f"{SVG}text")]
     assert {"1", "2", "200", "600", "mine.py:train: samples a second"} <= set(texts)
-
-
-TABLES = """before
-| | ranks | step | ratio of wall time |
-|---|---|---|---|
-| by hand | 1 | 2.10 ms | 1.000 |
-| ours | 2 | 2.20 ms | 1.048 |
-
-| a way of two words | first |
-|---|---|
-| torchrun | 0.10 / 0.09 s (12.5x) |
-after
-"""
-
-
-def test_tables_are_read_as_data() -> None:
-    """Titles, cells and both kinds of ratio are parsed; a ratio is labelled with its row and column."""
-    first, second = tables_of(TABLES)
-    assert (first.title, first.columns[1], first.rows[1][2]) == ("before", "ranks", "2.20 ms")
-    assert second == Table("before", ["a way of two words", "first"], [["torchrun", "0.10 / 0.09 s (12.5x)"]])
-    assert [(ratio.label, ratio.value) for ratio in ratios_of([first, second])] == [
-        ("by hand, 1 ranks: ratio of wall time", 1.0),
-        ("ours, 2 ranks: ratio of wall time", 1.048),
-        ("a way of two words, torchrun: first", 12.5),
-    ]
-    assert tables_of("no table") == []
-
-
-def test_bars_start_at_one() -> None:
-    """A bar leads to the right for ratios above 1 and to the left below; its length is the ratio's logarithm."""
-    root = ET.fromstring(plot([Ratio("a < b", 4.0), Ratio("parallelize", 0.5), Ratio("none", 0.0)], "title"))
-    bars = [each.attrib for each in root.iter(f"{SVG}rect")][1:]
-    (right, left) = ((float(bar["x"]), float(bar["width"])) for bar in bars)
-    assert right[0] == left[0] + left[1]
-    assert right[1] == pytest.approx(2 * left[1])
-    assert bars[0]["fill"] != bars[1]["fill"]
-    assert "a < b" in [each.text for each in root.iter(f"{SVG}text")]
 
 
 def test_machine_facts_are_anonymous() -> None:

@@ -6,7 +6,6 @@ import ipaddress
 import os
 import socket
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,6 @@ import psutil
 from parallelize import barrier, distributed
 from parallelize.call.task import Task
 from parallelize.cluster.devices import Hardware
-from parallelize.cluster.store import serve_store
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.launchers.slurm.step import write_call
@@ -52,17 +50,6 @@ def test_the_check_sees_what_listens(monkeypatch):
     monkeypatch.setenv("CALLER", str(os.getpid()))
     with socket.create_server(("0.0.0.0", 0)):
         assert "0.0.0.0" in listening()
-
-
-def test_a_store_is_served_at_one_address(monkeypatch):
-    """A store that is served on loopback listens on no other address."""
-    monkeypatch.setenv("CALLER", str(os.getpid()))
-    before = listening()
-    store = serve_store("127.0.0.1", 0, timedelta(seconds=5))
-    now = listening()
-    assert len(now) == len(before) + 1
-    assert all(ipaddress.ip_address(each).is_loopback or each in before for each in now)
-    del store
 
 
 def test_the_files_of_a_run_are_private(monkeypatch, tmp_path):

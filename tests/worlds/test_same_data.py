@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from zoo import Mlp
 
 from parallelize import all_gather, distributed, parallel_model, rank, shard_loader
@@ -20,11 +20,6 @@ STEPS = 6
 def loader(*, shuffle: bool = False) -> DataLoader[Any]:
     data = torch.randn(8 * STEPS, 6, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(data), batch_size=4, shuffle=shuffle)
-
-
-def drawn() -> DataLoader[Any]:
-    data = loader().dataset
-    return DataLoader(data, batch_size=4, sampler=RandomSampler(data, replacement=True))
 
 
 def divided() -> DataLoader[Any]:
@@ -43,21 +38,6 @@ def fit(model: nn.Module, batches: Any, loss_of: Callable[[torch.Tensor], torch.
 
 def square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
-
-
-def policy_gradient() -> None:
-    """Train a policy by REINFORCE: a state moves by the action, and the reward is its distance from 0."""
-    torch.manual_seed(0)
-    policy, state = Mlp(), torch.ones(4, 6)
-    optimizer = torch.optim.SGD(policy.parameters(), 0.1)
-    with parallel_model(policy):
-        for _ in range(STEPS):
-            mean = policy(state)
-            action = mean.detach() + torch.randn(mean.shape)
-            state = state + action
-            optimizer.zero_grad()
-            ((action - mean).square() * -state.abs()).mean().backward()
-            optimizer.step()
 
 
 def gathered_criterion() -> None:
@@ -83,18 +63,14 @@ def constant() -> Iterator[Any]:
 SAME = {
     "no shard_loader": lambda: fit(dropout(), loader(), square),
     "fsdp": lambda: fit(Mlp(), loader(), square, backend="fsdp"),
-    "a constant input": lambda: fit(Mlp(), constant(), square),
     "a single step": lambda: fit(Mlp(), list(constant())[:1], square),
-    "a policy that starts in one state": policy_gradient,
 }
 OTHER = {
     "shard_loader": lambda: fit(dropout(), shard_loader(loader()), square),
     "fsdp": lambda: fit(Mlp(), shard_loader(loader()), square, backend="fsdp"),
-    "with replacement": lambda: fit(dropout(), drawn(), square),
     "divided by hand": lambda: fit(dropout(), divided(), square),
     "gathered features": gathered_criterion,
     "shuffled by each rank": lambda: fit(dropout(), loader(shuffle=True), square),
-    "no step": lambda: fit(Mlp(), [], square),
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import Self
 
-from parallelize import DDPBackend, distributed, parallel_model, shard_loader
+from parallelize import distributed, parallel_model, shard_loader
 from parallelize.runtime.startup_summary import size_text
 
 pytestmark = pytest.mark.slow
@@ -69,35 +69,6 @@ def test_the_line_agrees_with_the_measured_sizes() -> None:
         f"batches: 16 x 2 processes = 32 global; {size_text(gradients)} of gradients averaged a step; fp32"
     )
     assert (lines, other_lines) == ([text], [])
-
-
-def test_gradients_reduced_in_bf16_count_half_the_traffic() -> None:
-    """The hook halves the bytes that are sent."""
-    with_hook = distributed(processes=2, backend=DDPBackend(comm_hook="bf16"), amp="bf16")(train_in_two_blocks)
-    (line,), gradients = with_hook()
-    assert f"; {size_text(gradients / 2)} of gradients averaged a step; O1 in bf16 (native)" in line
-
-
-def test_sharded_parameters_count_fully() -> None:
-    """Under fsdp the full gradients are averaged."""
-    (line,), full = distributed(processes=2, backend="fsdp")(train_sharded)()
-    size = size_text(full)
-    assert f"; {size} of gradients averaged a step;" in line
-
-
-def train_sharded() -> tuple[list[str], int]:
-    model = nn.Linear(100, 30)
-    full = sum(each.nbytes for each in model.parameters())
-    with CapturedLog() as log, parallel_model(model):
-        model(torch.zeros(2, 100)).sum().backward()
-    return log.lines, full
-
-
-def test_one_process_logs_no_summary(caplog) -> None:
-    """There is nothing to sum up without other processes."""
-    with caplog.at_level("INFO", logger="parallelize"):
-        lines, _ = distributed(processes=1)(train_in_two_blocks)()
-    assert lines == []
 
 
 @pytest.mark.parametrize("level_set", ["INFO", "inside", ""])

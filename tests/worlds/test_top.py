@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 
-from parallelize.cli.top import ask, table, verdict
+from parallelize.cli.top import verdict
 from parallelize.hang_detection.rank_state import RankState
 from parallelize.runtime.live_facts import listed_runs
 
@@ -112,38 +109,6 @@ def test_a_wait_is_shown_with_the_awaited_rank(program: tuple[subprocess.Popen[s
     assert " in barrier('evaluated'), for rank 0 since " in lines[3]
     assert lines[4].startswith("rank 1 waits at script.py:")
     assert process.communicate(timeout=120)[0].endswith("met\n")
-
-
-def test_a_killed_process_is_listed_no_more() -> None:
-    """Its socket ends with it; a run in a run has the same name."""
-    code = "import sys, torch.distributed as dist; from parallelize.runtime.live_facts import registered\n"
-    code += "store = dist.PrefixStore('a', dist.TCPStore('127.0.0.1', 0, is_master=True))\n"
-    code += "with registered(dist.HashStore()), registered(store), registered(store):\n"
-    code += "    print(store.underlying_store.port, flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        address = f"127.0.0.1:{int(process.stdout.readline())}"
-        assert address in listed_runs()
-        process.kill()
-        process.wait(60)
-        assert address not in listed_runs()
-
-
-def test_the_newest_run_of_a_store_is_asked_first() -> None:
-    """Ended ones, which do not answer, are asked only if it does not."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    prefixes = [dist.PrefixStore(f"parallelize/watch/{number}", store) for number in (2, 9, 10)]
-    for each in prefixes:
-        each.add("asked", 1)
-    answer = RankState(0, "running", answers=2, facts={"world_size": 1})
-    prefixes[-1].set("state/0", json.dumps(answer))
-    assert ask(f"127.0.0.1:{store.port}") == {0: answer._replace(collectives=[], groups=[])}
-    assert [each.add("asked", 0) for each in prefixes] == [1, 1, 2]
-
-
-def test_a_run_that_ends_meanwhile() -> None:
-    """There is nothing to compare with."""
-    assert table({0: RankState(0, "running", facts={"world_size": 1})}, {}) == "the run has ended"
 
 
 def test_without_a_run() -> None:

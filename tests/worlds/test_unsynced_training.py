@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize import all_reduce, distributed, parallel_model, rank
-from parallelize.runtime import context
-from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
 
 
 def _fit(model: nn.Module, average: Callable[[nn.Module], None] = lambda model: None) -> None:
@@ -69,18 +67,3 @@ def test_averaged_training_is_not_warned_of(way: str, capsys: pytest.CaptureFixt
     """Nor is unsynced training later in the same run, which is taken as intended."""
     train((way, "unsynced"))
     assert capsys.readouterr().err == f"{way}\nunsynced\n"
-
-
-def test_an_inner_block_leaves_the_mark_of_the_outer_one() -> None:
-    """Steps after it are still steps in a block, of which nobody is warned."""
-
-    @distributed(processes=1)
-    def is_marked() -> list[bool]:
-        flags = context.current().flags
-        with parallel_model(nn.Linear(1, 1)):
-            with parallel_model(nn.Linear(1, 1)):
-                pass
-            after_inner = IN_PARALLEL_MODEL in flags
-        return [after_inner, IN_PARALLEL_MODEL in flags]
-
-    assert is_marked() == [True, False]
