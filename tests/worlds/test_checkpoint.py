@@ -286,33 +286,6 @@ def test_unloadable_files_raise_on_all_ranks(tmp_path):
     assert run.all_ranks() == ["ConfigError", "ConfigError"]
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_saving_without_a_step_replaces_the_file(tmp_path, backend):
-    """Each save() replaces the file of the same step, and a resumed run loads it."""
-
-    @distributed(processes=2, backend=backend)
-    def run(count):
-        model = net()
-        with parallel_model(model):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with checkpoints(tmp_path, model=model, optimizer=optimizer) as saved:
-                first = saved.values.get("epochs", 0)
-                for epoch in range(first, first + count):
-                    model(torch.ones(2, 4)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    saved.values["epochs"] = epoch + 1
-                    saved.save()
-        return first, [each.detach().clone() for each in model.parameters()]
-
-    first, weights = run(3)
-    assert first == 0
-    again, found = run(0)
-    assert again == 3
-    assert checksum_of(found) == checksum_of(weights)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_failed_write_in_the_background_raises_on_all_ranks(tmp_path):
     """The save after a failed one raises on every rank, on rank 0 with the reason."""
     (tmp_path / "file").write_text("")
@@ -351,38 +324,6 @@ def test_no_keys_pile_up_in_the_store(tmp_path, backend):
 
     counts = run()
     assert counts[-1] < counts[1] + 5  # a rank that is still waiting may hold keys of its own; ten steps are between
-
-
-def train_exactly(path, *, before: int, after: int):
-    """Train linear regression on small integers, in which sums are exact: save after, or go on after `before` steps."""
-    model = nn.Linear(2, 1).double()
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = (torch.randint(-2, 3, (16, width), generator=generator).double() for width in (2, 1))
-    with parallel_model(model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2)
-        loader = shard_loader(DataLoader(TensorDataset(inputs, targets), batch_size=4), batch="global")
-        things = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-        if before:
-            load(path, **things)
-        steps(model, optimizer, scheduler, loader, after)
-        if not before:
-            save(path, **things)
-    return [each.detach().clone() for each in model.parameters()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_another_world_size_goes_on_bitwise(tmp_path, backend, first, then):
-    """A run that another number of processes continues ends bitwise as an uninterrupted one, if its sums are exact."""
-    expected = distributed(processes=1)(train_exactly)(tmp_path / "whole", before=0, after=4)
-    distributed(processes=first, backend=backend)(train_exactly)(tmp_path / "half", before=0, after=2)
-    found = distributed(processes=then, backend=backend)(train_exactly).all_ranks(tmp_path / "half", before=2, after=2)
-    for each in found:
-        assert checksum_of(each) == checksum_of(expected)
 
 
 def test_weights_of_a_sharded_run_as_safetensors(tmp_path):

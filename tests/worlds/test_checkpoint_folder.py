@@ -24,7 +24,6 @@ from parallelize import (
     ConfigError,
     FSDPBackend,
     ParallelizeError,
-    WorkerError,
     barrier,
     checkpoints,
     distributed,
@@ -381,40 +380,3 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog):
     (tmp_path / "step-000000009" / "parts-x").mkdir(parents=True)
     assert run.all_ranks(0) == [1, 1]
     assert not (tmp_path / "step-000000009").exists()
-
-
-def save_forever(path, victim, delay_s):
-    """Save changing weights until a rank is killed, after a delay from the first save."""
-    model = net()
-    with parallel_model(model):
-        for number in range(1, 100_000):
-            with torch.no_grad():
-                for each in model.parameters():
-                    each.to_local().fill_(number)
-            save(path, model=model, number=number)
-            if number == 1 and rank() == victim:  # a timer, independent of the loop
-                signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-                signal.setitimer(signal.ITIMER_REAL, delay_s)
-
-
-def kill_while_saving(path, delays_s):
-    """Kill one of two ranks, in turns, after each delay; return the numbers loaded after each kill."""
-    found = []
-    for attempt, delay_s in enumerate(delays_s):
-
-        def run(path=path, victim=attempt % 2, delay_s=delay_s):
-            save_forever(path, victim, delay_s)
-
-        with pytest.raises(WorkerError, match="SIGKILL"):
-            distributed(processes=2, backend="fsdp")(run)()
-        model = net()
-        if path.is_dir() and (path / MAIN_FILE).exists():
-            number = load(path, model=model)["number"]
-            assert all(bool((each == number).all()) for each in model.parameters())
-            found.append(number)
-    return found
-
-
-def test_a_kill_leaves_the_old_or_the_new_folder(tmp_path):
-    """After a kill of either rank during a save, all loaded weights are of one step."""
-    assert max(kill_while_saving(tmp_path / "last", [0.5, 0.8, 0.65])) > 1

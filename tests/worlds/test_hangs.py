@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import inspect
 import io
-import os
 import re
-import signal
 import subprocess
 import tempfile
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -174,29 +170,6 @@ def test_a_busy_rank_is_waited_for() -> None:
     assert wait_for_busy_ranks() == [4.0] * 4
 
 
-@distributed(processes=2)
-def all_reduce_in_threads() -> bool:
-    """Wait on each rank in a group in which a thread of the other rank makes the collective later."""
-    own, other = (dist.new_group([0, 1]) for _ in range(2))
-    if dist.get_rank() == 1:
-        own, other = other, own
-
-    def call_later() -> None:
-        time.sleep(6)
-        dist.all_reduce(torch.ones(4), group=other)
-
-    thread = threading.Thread(target=call_later)
-    thread.start()
-    dist.all_reduce(torch.ones(4), group=own)
-    thread.join()
-    return True
-
-
-def test_another_thread_of_a_rank_may_make_the_missing_call() -> None:
-    """Two ranks that wait for each other are not deadlocked while other threads of theirs are active."""
-    assert all_reduce_in_threads()
-
-
 @distributed(processes=2, timeout=8)
 def come_late() -> None:
     if dist.get_rank() == 1:
@@ -214,22 +187,6 @@ def test_the_error_of_a_timeout_says_where_all_ranks_were() -> None:
     assert f"for rank 0, which is at {busy}" in text
     assert "timeout=8 s is over" in text
     assert caught.value.__notes__[-1] == "the others: rank 0: stopped"
-
-
-@distributed(processes=2, timeout=8)
-def stop_rank_0() -> None:
-    if dist.get_rank() == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.ones(1))  # rank 1
-
-
-def test_the_error_of_a_timeout_names_a_stopped_rank() -> None:
-    """A stopped process does not answer, and the error says so."""
-    with pytest.raises(SyncError) as caught:
-        stop_rank_0()
-    (waiting,) = marked_lines(stop_rank_0.__wrapped__)
-    expected = f"rank 1 waits at {waiting} in all_reduce of float32[1] for rank 0, which has not answered\n"
-    assert str(caught.value).startswith(expected)
 
 
 @distributed(processes=2, timeout=1234)
@@ -255,28 +212,6 @@ def evaluate_in_a_patient_group() -> str:
 def test_a_group_with_a_longer_timeout_has_it() -> None:
     """As torch would, hang detection lets its ranks wait for longer than those of other groups."""
     assert evaluate_in_a_patient_group() == "met"
-
-
-@distributed(processes=2)
-def locals_that_outlive_their_function() -> int:
-    """Return how many of 12 functions have a local variable that lives when they have returned."""
-
-    def compute() -> None:
-        end = time.monotonic() + 0.3
-        while time.monotonic() < end:
-            pass
-
-    def step() -> weakref.ref[torch.Tensor]:
-        activations = torch.ones(10)
-        compute()
-        return weakref.ref(activations)
-
-    return sum(step()() is not None for _ in range(12))
-
-
-def test_the_users_tensors_are_not_kept() -> None:
-    """A look at a stack keeps its frames no longer than it takes, or than a collective."""
-    assert locals_that_outlive_their_function() < 3
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -328,45 +263,3 @@ def test_a_rank_that_left_the_run_may_still_use_the_users_process_group(
         launcher=TORCHRUN,
     )
     assert ran.stdout.count("met") == 2
-
-
-def test_the_users_process_group_keeps_a_longer_timeout(
-    run_script: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    """It may have been made for an evaluation on one rank."""
-    ran = run_script(
-        """
-        import datetime, time, torch.distributed as dist
-        from parallelize import distributed
-
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-
-        @distributed(timeout=8)
-        def evaluate():
-            if dist.get_rank() == 0:
-                time.sleep(11)
-            dist.barrier()
-            print("met")
-
-        evaluate()
-        """,
-        launcher=TORCHRUN,
-    )
-    assert ran.stdout.count("met") == 2
-
-
-@distributed(processes=3)
-def evaluate_on_rank_0() -> None:
-    if dist.get_rank() == 0:
-        time.sleep(36)  # rank 0
-    barrier("evaluated")  # rank 1
-
-
-@pytest.mark.soak
-def test_after_half_a_minute_a_line_names_the_awaited_rank(caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged once on rank 0, with the lines of all ranks, and the run continues."""
-    evaluate_on_rank_0()
-    busy, waiting = marked_lines(evaluate_on_rank_0.__wrapped__)
-    assert caplog.messages == [
-        f"ranks 1-2 wait at {waiting} in barrier('evaluated') for rank 0, which is at {busy} in evaluate_on_rank_0"
-    ]

@@ -169,17 +169,6 @@ def test_a_run_resumes_at_another_size(tmp_path: Path) -> None:
     assert trained(1, folder=tmp_path)[0] == weights
 
 
-@pytest.mark.soak
-def test_killed_ranks_change_no_bit(tmp_path: Path) -> None:
-    """Ranks are killed after random steps of 30 runs; each restarts and ends with the bits of an undisturbed run."""
-    weights, _ = trained(2)
-    generator = random.Random(0)
-    for number in range(30):
-        folder = tmp_path / str(number)
-        assert trained(2, folder=folder, ends=generator.randint(1, 5), max_restarts=1)[0] == weights
-        assert (folder / "killed").exists()
-
-
 def test_a_step_of_a_run_is_replayed_in_one_process(tmp_path: Path) -> None:
     """`parallelize replay` computes the bits of the run's step, stops in pdb before it, and saves nothing."""
     script = tmp_path / "train.py"

@@ -112,16 +112,6 @@ def test_the_timeout_of_the_users_group_holds_in_a_block() -> None:
     wait_longer_than_the_timeout_of_the_run()
 
 
-def test_the_block_makes_and_ends_its_own_run() -> None:
-    """A run is active inside the block, and none outside of it."""
-    with parallel_model(Mlp(), seed=3):
-        run = context.active()
-        assert run is not None
-        assert run.config.seed == 3
-    assert context.active() is None
-    assert not dist.is_initialized()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -191,47 +181,26 @@ def test_wrap_returns_the_users_own_ddp() -> None:
     assert torch.equal(*train.all_ranks())
 
 
-class CountingWrapper(nn.Module):
-    """A wrapper that does not average gradients, and counts its calls."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.calls = 0
-
-    def forward(self, *args: Any) -> Any:
-        self.calls += 1
-        return self.module(*args)
-
-
 def test_wrap_returns_any_module() -> None:
     """Another wrapper runs forwards with gradients only, and nothing averages what it computes."""
-    wrappers: list[CountingWrapper] = []
+    calls: list[str] = []
 
     def wrap(module: nn.Module, _world: Any) -> nn.Module:
-        wrappers.append(CountingWrapper(module))
-        return wrappers[-1]
+        wrapper = nn.Sequential(module)
+        wrapper.register_forward_hook(lambda *_: calls.append("forward"))
+        return wrapper
 
     @distributed(processes=2, wrap=wrap, update_modules=False)
-    def train() -> int:
-        torch.manual_seed(0)
+    def train() -> list[str]:
         model = Mlp()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with parallel_model(model):
-            model(torch.full((2, 6), rank() + 1.0)).mean().backward()
-            for each in model.parameters():
-                assert each.grad is not None
-                each.grad.copy_(all_gather(each.grad).mean(0))
-            optimizer.step()
             with torch.no_grad():
                 model(torch.ones(2, 6))
-            model.zero_grad()
             model(torch.full((2, 6), rank() + 1.0)).mean().backward()
-            assert model.head.weight.grad is not None
             assert not torch.equal(*all_gather(model.head.weight.grad))
-        return wrappers[-1].calls
+        return calls
 
-    assert train() == 2
+    assert train() == ["forward"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,32 +73,6 @@ def test_a_trainer_trains_on_as_on_one_device(fit: Callable[[Trainer], torch.Ten
         assert not trainer.model.training
     assert trainer.model.second.weight is trainer.model.first.weight is held
     assert trainer.optimizer.param_groups[0]["params"][0] is held
-
-
-class Meter:
-    def __init__(self) -> None:
-        self._total = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"total": self._total}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._total = state["total"]
-
-
-@distributed(processes=2)
-def measure(meter: Meter, generators: list[Any]) -> list[float]:
-    meter._total += 1
-    return [meter._total, torch.rand(1, generator=generators[0]).item(), generators[1].random()]
-
-
-def test_generators_and_what_has_a_state_dict_come_back() -> None:
-    """Three calls give what three calls in one process give."""
-    results = []
-    for processes in (1, 2):
-        state = Meter(), [torch.Generator().manual_seed(3), random.Random(3)]
-        results.append([measure.options(processes=processes)(*state) for _ in range(3)])
-    assert results[0] == results[1]
 
 
 def test_a_restarted_call_trains_once() -> None:
