@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -144,14 +143,6 @@ def test_the_environment_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert look("NEW") == ({"NEW": None}, 3)
     assert server() == before
     assert "RANK" not in os.environ
-
-
-def test_a_call_in_this_process_leaves_its_tracebacks_alone() -> None:
-    """The excepthook that torch installs with a process group does not stay."""
-    before = sys.excepthook
-    for _ in range(2):
-        total.options(processes=1)(1)
-    assert sys.excepthook is before
 
 
 def test_the_callers_process_group_stays() -> None:

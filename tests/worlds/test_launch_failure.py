@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import multiprocessing
 import multiprocessing.util
 import os
@@ -55,11 +54,6 @@ class ForeignError(OSError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), self.args
-
-
-@dataclasses.dataclass(frozen=True)
-class BadShardError(Exception):
-    path: str
 
 
 def segfault() -> None:
@@ -168,23 +162,9 @@ def test_ranks_blocked_in_compiled_code_do_not_delay_it(tmp_path: Path) -> None:
 
 
 @distributed(processes=2)
-def raise_from_a_frozen_one() -> None:
-    try:
-        raise BadShardError("a.bin")
-    except BadShardError as error:
-        raise ValueError("no data") from error
-
-
-def test_an_exception_raised_from_a_frozen_dataclass() -> None:
-    """A cause that refuses attributes does not hide the exception."""
-    with pytest.raises(ValueError, match="no data") as caught:
-        raise_from_a_frozen_one()
-    assert "BadShardError: a.bin" in caught.value.__notes__[1]
-
-
-@distributed(processes=2)
 def raise_on_1(text: str) -> None:
     if rank() == 1:
+        time.sleep(1)  # until rank 0 waits
         raise RuntimeError(text)
     dist.all_reduce(torch.ones(1))
 

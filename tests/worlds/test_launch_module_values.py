@@ -100,49 +100,6 @@ def test_workers_have_the_programs_values(write: Callable[..., None], run_script
     assert "not sent to the workers: user.stream (TextIOWrapper); set it in the function" in done.stderr
 
 
-OVERRIDES = {
-    "by a helper": "def override(c, **new):\n    for k in new: setattr(c, k, new[k])\noverride(config.cfg, lr=0.5)",
-    "by vars": "vars(config).update(wd=0.5)",
-    "by argparse": "argparse.ArgumentParser().parse_args([], namespace=config)\nconfig.lr = 0.5",
-    "by a local name": "c = config.cfg\nc.layers = 8",
-    "by a class method": "config.Config.update(lr=0.5, layers=[2, 3])",
-    "in a cycle": "config.cfg.parent = config.cfg; config.cfg.children.append(config.cfg)",
-}
-
-
-def test_every_way_of_setting_a_value_counts(write: Callable[..., None], run_script: Run) -> None:
-    """The values are compared with those of one process."""
-    config = """
-        from types import SimpleNamespace
-
-        lr = wd = 1.0
-        cfg = SimpleNamespace(lr=1.0, layers=1, parent=None, children=[])
-
-        class Config:
-            lr = 0.0
-            layers = [1]
-
-            @classmethod
-            def update(cls, **values):
-                for name, value in values.items():
-                    setattr(cls, name, value)
-    """
-    trainer = """
-        import config
-
-        def values():
-            cfg, own = config.cfg, config.Config
-            are_same = [each is cfg for each in (cfg.parent, *cfg.children)]
-            return config.lr, config.wd, cfg.lr, cfg.layers, are_same, own.lr, own.layers
-    """
-    write(config=config, trainer=trainer)
-    changes = "\n".join(OVERRIDES.values())
-    call = "print(distributed(processes=2)(trainer.values)(), trainer.values())"
-    script = f"import argparse, config, trainer\nfrom parallelize import distributed\n{changes}\n{call}"
-    two, one = run_script(script).stdout.strip().split(") (")
-    assert f"{two})" == f"({one}"
-
-
 @pytest.mark.slow
 def test_replaced_functions(write: Callable[..., None], run_script: Run) -> None:
     """A test's monkeypatch is in force; what a decorator has returned on import stays, with its globals."""

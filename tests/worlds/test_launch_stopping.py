@@ -314,40 +314,16 @@ def test_ctrl_c_while_processes_start(start_method: str, children: int) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize(
-    ("number", "only", "code", "message"),
-    [
-        (signal.SIGTERM, "", -signal.SIGTERM, ""),  # as `timeout` sends it: to all processes of the group
-        (
-            signal.SIGKILL,
-            "import serve",
-            1,
-            "LaunchError: the fork server, which starts the worker processes, has ended",
-        ),
-    ],
-)
-def test_a_fork_server_that_ends_while_processes_start(
-    number: int, only: str, code: int, message: str, tmp_path: Path
-) -> None:
-    """A signal to the group ends the caller as without workers, in silence; else one error says what has ended."""
-    script = tmp_path / "script.py"
-    script.write_text(STARTING)
+def test_sigterm_to_the_group_while_processes_start_is_silent() -> None:
+    """As `timeout` sends it: the caller ends by it as without workers, whose fork server has ended, too."""
     with subprocess.Popen(
-        [sys.executable, script, "forkserver"], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", STARTING, "forkserver"], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         caller = psutil.Process(process.pid)
         wait_until(lambda: len(caller.children(recursive=True)) >= 2, process)
-        time.sleep(0.5)  # the caller waits for the fork server, which imports torch for longer
         family = caller.children(recursive=True)
-        if only:
-            next(each for each in family if only in " ".join(each.cmdline())).send_signal(number)
-        else:
-            os.killpg(process.pid, number)
-        err = process.communicate(timeout=60)[1]
-    assert process.returncode == code, err
-    assert message in err
-    assert "EOFError:" not in err.replace("EOFError)", "")
-    assert bool(err) == bool(message)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert (process.communicate(timeout=60)[1], process.returncode) == ("", -signal.SIGTERM)
     _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN_S)
     assert not alive
 
