@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -208,32 +206,6 @@ def test_a_stopped_worker_fails_the_run_at_the_timeout(hosts: tuple[Host, Host],
         run.assert_gone()
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_killed_agent_ends_the_run_without_restart(hosts: tuple[Host, Host], tmp_path: Path, node: int) -> None:
-    """The other host names the lost node, although restarts are left, and no worker is left on either host."""
-    with training(hosts, tmp_path, max_restarts=3) as run:
-        killed_at = time.time()
-        run.nodes[node].kill()
-        result = run.result(1 - node, within_s=2 * ENDED_S)
-        assert (result["error"], f"node {node} is gone" in result["text"]) == ("LaunchError", True), result
-        assert result["at"] - killed_at < 2 * ENDED_S + MARGIN_S
-        run.assert_gone()
-
-
-def test_a_stopped_agent_ends_the_run(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """After SIGSTOP to node 0's agent, which serves the store, node 1 raises, and so does node 0 after SIGCONT."""
-    with training(hosts, tmp_path) as run:
-        agent = run.nodes[0].pid
-        os.kill(agent, signal.SIGSTOP)
-        try:
-            result = run.result(1, within_s=2 * ENDED_S)
-        finally:
-            os.kill(agent, signal.SIGCONT)
-        assert (result["error"], "node 0 is gone" in result["text"]) == ("LaunchError", True), result
-        assert run.result(0, within_s=2 * ENDED_S)["error"]
-        run.assert_gone()
-
-
 def test_a_worker_killed_on_one_host_loses_nothing(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """A killed worker ends the call on both hosts within seconds, with its rank; a new run resumes."""
     with training(hosts, tmp_path) as run:
@@ -243,57 +215,3 @@ def test_a_worker_killed_on_one_host_loses_nothing(hosts: tuple[Host, Host], tmp
             assert (result["error"], "rank 1 on node-2 was ended by SIGKILL" in result["text"]) == ("WorkerError", True)
         run.assert_gone()
     assert_nothing_lost(hosts, tmp_path)
-
-
-def test_a_slow_link_is_no_fault(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """With a delay of 100 ms per packet the run succeeds."""
-    if shutil.which("tc") is None:
-        pytest.skip("needs the command 'tc' (iproute2)")
-    rule = [
-        "tc",
-        "-n",
-        hosts[0].namespace,
-        "qdisc",
-        "add",
-        "dev",
-        hosts[0].interface,
-        "root",
-        "netem",
-        "delay",
-        "100ms",
-    ]
-    made = subprocess.run(rule, check=False, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"the kernel cannot delay packets: {made.stderr.strip()}")
-    try:
-        with _started(hosts, tmp_path, {}, last=10) as nodes:
-            assert [json.loads(each.communicate(timeout=90)[0])["value"] for each in nodes] == [[0, 10.0]] * 2
-    finally:
-        subprocess.run([*rule[:4], "del", *rule[5:8]], check=True)
-
-
-@pytest.mark.timeout(3600)
-def test_a_run_resumes_after_random_faults(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """After each of several faults at random times, a new run resumes from the last checkpoint."""
-    rng = random.Random(0)
-    for number in range(4):
-        with training(hosts, tmp_path, max_restarts=number % 2, timeout=4) as run:
-            fault, node = rng.choice(["cut", "stop", "agent"]), rng.randrange(2)
-            moment = time.monotonic() + rng.random()
-            wait_for(lambda moment=moment: time.monotonic() > moment)
-            if fault == "cut":
-                run.link("down")
-            elif fault == "stop":
-                os.kill(run.workers[node], signal.SIGSTOP)
-            else:
-                run.nodes[node].kill()
-            try:
-                for each in range(2) if fault != "agent" else [1 - node]:
-                    result = run.result(each, within_s=2 * (4 + 2 * ENDED_S))
-                    assert result.get("error"), (number, fault, result)
-            finally:
-                run.link("up")
-            run.assert_gone()
-        assert_nothing_lost(hosts, tmp_path)
-        for each in tmp_path.glob("at.*"):
-            each.unlink()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def test_bits_do_not_depend_on_the_number_of_processes() -> None:
     assert re.fullmatch(r"4 process\(es\): \{'\w{16}'\}", last_line("19_same_bits.py"))
 
 
-def accuracy(script: str) -> float:
+def accuracy(script: str, **how: Any) -> float:
     """Return the accuracy at the end of an example's last line."""
-    match = re.search(r"accuracy (?:on 360 unseen images )?(\d\.\d+)$", last_line(script))
+    match = re.search(r"accuracy (?:on 360 unseen images )?(\d\.\d+)$", last_line(script, **how))
     assert match
     return float(match[1])
 
@@ -93,8 +94,7 @@ def test_averaged_weights_do_not_depend_on_the_engine(tmp_path: Path) -> None:
     """Under ddp and fsdp, the saved averages are equal up to rounding, and reach their accuracy."""
     states = []
     for backend in ("ddp", "fsdp"):
-        line = last_line("15_ema.py", cwd=tmp_path, BACKEND=backend)
-        assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
+        assert accuracy("15_ema.py", cwd=tmp_path, BACKEND=backend) >= 0.85
         states.append(torch.load(tmp_path / "ema.pt"))
         (tmp_path / "ema.pt").unlink()
     torch.testing.assert_close(states[0], states[1])
@@ -115,14 +115,19 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one() -> None:
     assert (float(difference), float(final_accuracy) > 0.85) == (0.0, True)
 
 
+def run_notebook(name: str, folder: Path) -> list[str]:
+    """Run a notebook, which is committed without outputs; return what each cell has printed."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
+    outputs = [cell.get("outputs", ()) for cell in notebook.cells]
+    return ["".join(each["text"] for each in of_cell if each.get("name") == "stdout") for of_cell in outputs]
+
+
 def test_the_notebook(tmp_path: Path) -> None:
     """Each cell runs; the workers' output appears under the calling cell, and the model is trained."""
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    notebook = nbformat.read(EXAMPLES / "12_notebook.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)  # committed without outputs
-    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [cell.get("outputs", ()) for cell in notebook.cells]
-    printed = ["".join(each["text"] for each in of_cell if each.get("name") == "stdout") for of_cell in outputs]
+    printed = run_notebook("12_notebook.ipynb", tmp_path)
     assert next(filter(None, printed)).startswith("train would run as\n  backend ")
     assert re.findall(r"^epoch (\d)", "\n".join(printed), re.MULTILINE) == [*"01234", *"01234"]
     first_loss, last_loss, final_accuracy = map(float, re.findall(r"\d\.\d+", printed[-2].splitlines()[-1]))
@@ -132,11 +137,7 @@ def test_the_notebook(tmp_path: Path) -> None:
 
 def test_the_notebook_for_kaggle(tmp_path: Path) -> None:
     """As its users run it, but on the CPU, and so in bf16: the accuracy is that of the weights that come back."""
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    notebook = nbformat.read(EXAMPLES / "18_kaggle.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
-    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = "".join(each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", ()))
+    printed = "".join(run_notebook("18_kaggle.ipynb", tmp_path))
     assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) == [*"012", *"01"]
     in_call, here = map(float, re.findall(r"accuracy in the call (\S+), in the notebook (\S+)", printed)[0])
     assert here >= 0.85
@@ -148,20 +149,8 @@ def test_the_notebook_for_kaggle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["accelerate", "lightning"])
 def test_a_migrated_script_learns(name: str, tmp_path: Path) -> None:
     """With the two variables from the folder's README, it also trains on a machine without GPUs."""
-    line = last_line(
-        f"13_migration/{name}/after.py", cwd=tmp_path, PARALLELIZE_PROCESSES="2", PARALLELIZE_NUM_NODES="1"
-    )
-    assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
-
-
-@pytest.mark.soak
-def test_the_accelerate_script_learns_before_the_migration(tmp_path: Path) -> None:
-    """The script on the left side of the diff works."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    script = "13_migration/accelerate/before.py"
-    line = last_line(script, launcher=launcher, cwd=tmp_path, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
+    environ = {"PARALLELIZE_PROCESSES": "2", "PARALLELIZE_NUM_NODES": "1"}
+    assert accuracy(f"13_migration/{name}/after.py", cwd=tmp_path, **environ) >= 0.85
 
 
 @pytest.mark.soak
@@ -172,8 +161,8 @@ def test_migration_from_ddp_keeps_the_weights(tmp_path: Path) -> None:
         ("before.py", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), {}),
         ("after.py", (), {"PARALLELIZE_PROCESSES": "2"}),
     ):
-        line = last_line(f"13_migration/ddp/{script}", launcher=launcher, cwd=tmp_path, OMP_NUM_THREADS="1", **env)
-        assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
+        how: dict[str, Any] = {"launcher": launcher, "cwd": tmp_path, "OMP_NUM_THREADS": "1", **env}
+        assert accuracy(f"13_migration/ddp/{script}", **how) >= 0.85
         weights.append(torch.load(tmp_path / "digits.pt"))
     before, after = weights
     assert before.keys() == after.keys()
@@ -182,21 +171,7 @@ def test_migration_from_ddp_keeps_the_weights(tmp_path: Path) -> None:
 
 def test_every_example_is_run() -> None:
     """Each file of examples/ has a test here, in test_guide_blocks.py, in tests/integrations or in tests/slurm."""
-    digits = {"01_digits.py", "01_digits_single.py"}
-    named = {
-        "00_quickstart.py",
-        *digits,
-        "03_gpt.py",
-        "04_gan.py",
-        "11_resume.py",
-        "12_notebook.ipynb",
-        "18_kaggle.ipynb",
-    }
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
-        *named,
-        "15_ema.py",
-        "17_logging.py",
-        "19_same_bits.py",
-        *MIN_ACCURACY,
-    }
+    scripts = "00_quickstart 01_digits 01_digits_single 03_gpt 04_gan 11_resume 15_ema 17_logging 19_same_bits"
+    named = {f"{name}.py" for name in scripts.split()} | {"12_notebook.ipynb", "18_kaggle.ipynb", *MIN_ACCURACY}
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == named
     assert {path.name for path in MIGRATION.iterdir() if path.is_dir()} == {"accelerate", "ddp", "lightning"}

@@ -349,6 +349,31 @@ def gradients_cross_the_ends_of_a_block() -> None:
 
 
 @check
+def parameters_are_frozen_and_unfrozen() -> None:
+    """What was frozen at the entry trains as soon as it is unfrozen, in half precision, too."""
+
+    def fit(backend: str, amp: Any) -> list[Any]:
+        seen, model = [], seeded().float()
+        model.layers.requires_grad_(False)
+        with parallel_model(model, backend=backend, amp=amp):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for step in range(4):
+                model(own_batch(step).float()).square().mean().backward()
+                optimizer.step()
+                seen.append([each.grad is not None for each in model.parameters()])
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(own_batch().float())
+                for each in (model.layers if step < 2 else model.stem).parameters():
+                    each.requires_grad = step == 1
+        seen.append([each.requires_grad for each in model.parameters()])
+        return [*seen, nn.utils.parameters_to_vector(model.parameters()).detach()]
+
+    for amp, tolerance in ((None, 1e-5), ("O1", 2e-2), ("O2", 2e-2)):
+        torch.testing.assert_close(fit("fsdp", amp), fit("ddp", amp), rtol=tolerance, atol=tolerance)
+
+
+@check
 def buffers_are_kept_alike_as_asked() -> None:
     """As under ddp: rank 0's, the mean, or each rank's own."""
 

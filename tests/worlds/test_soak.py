@@ -1,13 +1,11 @@
-"""Many calls in a row leak nothing and do not become slower."""
+"""Many calls in a row leak nothing."""
 
 from __future__ import annotations
 
 import gc
 import os
-import statistics
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -31,17 +29,15 @@ def sum_over_ranks(number: int, net: nn.Module) -> tuple[int, torch.Tensor]:
     return int(total.item()), next(net.parameters()).detach() + 1
 
 
-def call(number: int, net: nn.Module) -> float:
-    """Make and check one call in one to three processes. Returns its duration in seconds."""
+def call(number: int, net: nn.Module) -> None:
+    """Make and check one call in one to three processes."""
     processes = 1 + number % 3
     function = distributed(processes=processes)(sum_over_ranks)
-    started = time.monotonic()
     if number % 10 == 9:
         with pytest.raises(ArithmeticError, match=str(number)):
             function(number, net)
     else:
         assert function(number, net)[0] == number * processes
-    return time.monotonic() - started
 
 
 @distributed(processes=2)
@@ -65,14 +61,13 @@ def resources() -> dict[str, object]:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_calls_leak_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many calls, failed ones included, leave no file, process or thread, and the last are no slower."""
+    """Many calls, failed ones included, leave no file, process or thread."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     net = nn.Linear(1000, 250)
     for number in range(WARM):
         call(number, net)
     before, resident = resources(), psutil.Process().memory_info().rss
-    seconds = [call(number, net) for number in range(WARM, CALLS)]
+    for number in range(WARM, CALLS):
+        call(number, net)
     assert resources() == before
     assert psutil.Process().memory_info().rss - resident < 100 * 2**20
-    quarter = len(seconds) // 4
-    assert statistics.median(seconds[-quarter:]) < 2 * statistics.median(seconds[:quarter]) + 0.1
