@@ -261,12 +261,13 @@ def assert_killed_run_matches(folder, expected, kills, options):
         assert checksum_of(found) == checksum_of(list(expected[1:]))
 
 
-def test_a_restart_begins_at_the_last_file(tmp_path, uninterrupted, caplog):
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_restart_begins_at_the_last_file(tmp_path, uninterrupted, caplog, backend):
     """A run that saves every 4 steps and loses a rank after step 11 resumes from step 8 and logs one restart."""
     run = distributed(processes=2, seed=1, max_restarts=1)(train)
-    first, *found = run(tmp_path, [(11, 1)], "ddp", 4)
+    first, *found = run(tmp_path, [(11, 1)], backend, 4)
     assert first == 8
-    assert checksum_of(found) == checksum_of(list(uninterrupted["ddp"][1:]))
+    assert checksum_of(found) == checksum_of(list(uninterrupted[backend][1:]))
     assert caplog.text.count("restart 1 of 1 after WorkerError: rank 1") == 1
 
 
