@@ -17,6 +17,8 @@ _PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*g
 # gloo's message before it aborts the process; faulthandler then prints each thread's stack, the main thread's last.
 _GLOO_SIZE_MISMATCH = re.compile(r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL)
 _STACK_HEADER = "(most recent call first):"
+# What faulthandler prints: the signal, the stacks of other threads, that of the failing one, and all extension modules.
+_FATAL = re.compile(r"^(Fatal Python error: .*\n)(?s:.*?)^(Current thread .*\n(?:  .*\n){,12})(?s:.*)", re.MULTILINE)
 _TAIL_LINES = 20
 _FIX_BY_SIGNAL = {
     "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and use less memory",
@@ -42,7 +44,8 @@ def ended(rank: int, host: str, pid: int, exitcode: int, *, seen_at: float, outp
     """
     error: Exception = _worker_error(rank, host, exitcode, why="it ended without an exception")
     # The end of each stream; stderr is last, because it usually contains the reason.
-    tail = "\n".join(line for text in output for line in text.splitlines()[-_TAIL_LINES:])
+    ends = (_FATAL.sub(r"\1\2", text).splitlines()[-_TAIL_LINES:] for text in output)
+    tail = "\n".join(line for end in ends for line in end)
     mismatch = _GLOO_SIZE_MISMATCH.search(output[1])
     if mismatch is not None:
         line = call_site_in("".join(output[1].rpartition(_STACK_HEADER)[1:]))

@@ -152,6 +152,10 @@ def test_one_exception_says_which_rank_failed_and_how(
     assert os.uname().nodename in text
     assert sum(note.startswith("the others: ") for note in error.__notes__) == 1
     assert "gloo" not in text
+    if how == "SIGSEGV":
+        shown = text.partition("Fatal Python error: Segmentation fault\n")[2].splitlines()
+        assert [line.rpartition(" in ")[2] for line in shown[1:4]] == ["string_at", "segfault", "fail_among"]
+        assert "Extension modules" not in text
 
 
 def test_ranks_blocked_in_compiled_code_do_not_delay_it(tmp_path: Path) -> None:
