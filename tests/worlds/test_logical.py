@@ -90,7 +90,8 @@ class Net(nn.Module):
         self.mix, self.norm, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        hidden, _ = self.rnn(self.words(x))
+        with torch.autocast("cpu", enabled=False):  # in bf16, not each processor has this kernel
+            hidden, _ = self.rnn(self.words(x))
         hidden = F.dropout(self.norm(self.mix(hidden.transpose(1, 2))), 0.2, self.training)
         features = self.head(hidden.mean(2))
         return {"scores": features @ self.words.weight.T, "penalty": features.square().mean()}
