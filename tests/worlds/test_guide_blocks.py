@@ -100,6 +100,7 @@ def test_the_first_program(tmp_path: Path) -> None:
         assert got == pytest.approx(want, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_first_mistake(tmp_path: Path) -> None:
     """README's mistake raises the error that README shows."""
     program, mistake = blocks(README)

@@ -81,6 +81,7 @@ OWN = """
 """
 
 
+@pytest.mark.slow
 def test_a_function_sets_up_logging_itself(run_script: Run) -> None:
     """Where the caller has no handlers, those of the function are the workers' own."""
     assert run_script(OWN).stderr == "own shown\nown once\n"
@@ -132,6 +133,7 @@ EDITED = """
 """
 
 
+@pytest.mark.slow
 def test_a_module_that_was_edited_is_named(run_script: Run, tmp_path: Path) -> None:
     """Workers import the new code; this process has the old."""
     (tmp_path / "edited.py").write_text("def train():\n    return 'the old code'\n")

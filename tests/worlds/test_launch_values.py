@@ -84,6 +84,7 @@ def test_a_full_temporary_folder_is_named_and_costs_no_weights(tmp_path: Path) -
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: bytes(100 * MIB), lambda: torch.arange(25 * MIB, dtype=torch.float32)])
 def test_a_hundred_megabytes_there_and_back(make: Any) -> None:
     """Values of 100 MB are passed and returned without a deadlock on a full pipe."""

@@ -170,13 +170,11 @@ def test_a_run_resumes_at_another_size(tmp_path: Path) -> None:
     assert trained(1, folder=tmp_path)[0] == weights
 
 
-def test_a_step_of_a_run_is_replayed_in_one_process(tmp_path: Path) -> None:
-    """`parallelize replay` computes the bits of the run's step, stops in pdb before it, and saves nothing."""
+def run_and_replay(tmp_path: Path) -> tuple[list[str], Callable[..., str]]:
+    """Run a script; return what its steps print, and a function that replays a step after the second one."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     run = subprocess.run([sys.executable, script, tmp_path / "a"], capture_output=True, text=True, check=True)
-    lines = [line for line in run.stdout.splitlines() if line.startswith("step")]
-    files = sorted(each.name for each in (tmp_path / "a").iterdir())
     command = [sys.executable, "-m", "parallelize", "replay", tmp_path / "a" / "step-000000002.pt", "--step"]
 
     def replay(*words: Any, typed: str = "", returns: int = 0) -> str:
@@ -185,9 +183,26 @@ def test_a_step_of_a_run_is_replayed_in_one_process(tmp_path: Path) -> None:
         assert ended.returncode == returns, ended.stderr
         return ended.stdout + ended.stderr
 
-    assert [line for line in replay(5).splitlines() if line.startswith("step")] == lines[2:5]
-    assert "(Pdb) 3" in replay(4, "--debug", typed="p saved.steps\nc\n")
+    return steps_in(run.stdout), replay
+
+
+def steps_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("step")]
+
+
+def test_a_step_of_a_run_is_replayed_in_one_process(tmp_path: Path) -> None:
+    """`parallelize replay` computes the bits of the run's step, and saves nothing."""
+    lines, replay = run_and_replay(tmp_path)
+    files = sorted(each.name for each in (tmp_path / "a").iterdir())
+    assert steps_in(replay(5)) == lines[2:5]
     assert sorted(each.name for each in (tmp_path / "a").iterdir()) == files
+
+
+@pytest.mark.slow
+def test_a_replay_stops_in_pdb_before_the_step(tmp_path: Path) -> None:
+    """A step that the run has not made after the checkpoint is an error."""
+    _, replay = run_and_replay(tmp_path)
+    assert "(Pdb) 3" in replay(4, "--debug", typed="p saved.steps\nc\n")
     assert "is of step 2" in replay(2, returns=1)
     assert "has ended before step 99" in replay(99, returns=1)
 

@@ -40,7 +40,7 @@ print(f"once {kind is Net} {ranks} {model.weight.item():.1f}\n", end="")  # one 
 """
 
 
-@pytest.mark.parametrize("how", ["file", "-c", "stdin"])
+@pytest.mark.parametrize("how", ["file", *(pytest.param(each, marks=pytest.mark.slow) for each in ("-c", "stdin"))])
 def test_a_script_without_a_guard_trains_its_model(how: str, run_script: Run) -> None:
     """The script runs once, and the model passed as an argument is trained by both ranks."""
     # The gradient is the mean of 2 and 4.

@@ -136,6 +136,7 @@ for fit in (Trainer.fit_ddp, Trainer.fit_fsdp):
 """
 
 
+@pytest.mark.slow
 def test_a_joined_call_trains_the_callers_own_objects(tmp_path: Path) -> None:
     """Under torchrun the function runs in the caller itself: full weights and optimizer states on every rank."""
     (tmp_path / "script.py").write_text(JOINED)
