@@ -102,7 +102,7 @@ ROOMS: Mapping[str, int] = {
     "config": 5_879,
     "data": 12_112,
     "hang_detection": 4_500,
-    "launchers": 16_688,
+    "launchers": 16_711,
     "plugins": 1_611,
     "precision": 6_986,
     "runtime": 11_740,

@@ -185,6 +185,9 @@ def serve(number: int) -> None:
     os._exit(0)
 
 
+_entered = contextlib.ExitStack()  # until the server ends
+
+
 def _preload(modules: Sequence[str]) -> None:
     """Import torch and the other modules, of which the caller has shown what they print."""
     for name in modules[: len(_TORCH)]:
@@ -199,6 +202,8 @@ def _preload(modules: Sequence[str]) -> None:
             import_module(name)
     os.dup2(stderr, 2)
     os.close(stderr)
+    if modules:  # once, and not in each worker, which takes 20 ms
+        _entered.enter_context(import_module("parallelize.worker.main").replace_group_functions())
     gc.collect()
     gc.freeze()  # so that collections in workers do not copy the pages of these modules
 
