@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -367,6 +368,16 @@ def _reduce_in_another_group(peer: int, *groups: dist.ProcessGroup) -> None:
     dist.all_reduce(torch.ones(1), group=groups[peer - 1])
 
 
+class _Closing:
+    def __del__(self) -> None:
+        time.sleep(1.0)
+
+
+def _go_on_after_a_finalizer(*_: Any) -> None:
+    _Closing()  # Python ignores what is raised in it
+    time.sleep(60)
+
+
 @distributed(processes=3)
 def fail_beside_blocked_ranks(block: Callable[..., None], folder: Path) -> None:
     """Rank 0 raises while ranks 1 and 2 wait for each other in compiled code: none of their connections is closed."""
@@ -384,9 +395,9 @@ def fail_beside_blocked_ranks(block: Callable[..., None], folder: Path) -> None:
         torch.save(rank, folder / f"finally.{rank}")
 
 
-@pytest.mark.parametrize("block", [_receive, _reduce_in_another_group, _wait_for_a_key])
+@pytest.mark.parametrize("block", [_receive, _reduce_in_another_group, _wait_for_a_key, _go_on_after_a_finalizer])
 def test_finally_blocks_run_on_ranks_that_wait_in_compiled_code(block: Callable[..., None], tmp_path: Path) -> None:
-    """A rank fails; the others are in C++, where Python cannot call a handler, until their groups are aborted."""
+    """A rank fails; the others are in C++, where Python cannot call a handler, or in a finalizer."""
     with pytest.raises(ZeroDivisionError) as info:
         fail_beside_blocked_ranks(block, tmp_path)
     assert len(list(tmp_path.glob("finally.*"))) == 2
