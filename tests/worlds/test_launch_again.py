@@ -137,6 +137,7 @@ def test_the_environment_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert look("NEW") == ({"NEW": None}, max(1, CORES // 2))
     before = server()
     monkeypatch.setenv("NEW", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp")  # as torch does with the first optimizer
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert look("NEW", "OMP_NUM_THREADS") == ({"NEW": "1", "OMP_NUM_THREADS": "3"}, 3)
     monkeypatch.delenv("NEW")
