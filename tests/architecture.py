@@ -94,7 +94,7 @@ ROOMS: Mapping[str, int] = {
     "backends": 18_130,
     "backends/balanced": 14_106,
     "block": 8_610,
-    "call": 9_872,
+    "call": 9_982,
     "checkpoint": 9_272,
     "cli": 3_481,
     "cluster": 3_381,

@@ -88,6 +88,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # It drops the attributes of subclasses. Hooks, and a scheduler's mark, are the process's own.
             own = [key for key in vars(obj) if not key.endswith(("pre_hooks", "post_hooks"))]
             return object.__new__, (kind,), {key: vars(obj)[key] for key in own if key != "step"}
+        if kind is torch.Generator and obj.device.type != "cpu":  # on the reader's own device, which `load` sets
+            return kind, (obj.device.type,), obj.get_state(), None, None, kind.set_state
         if isinstance(obj, BaseException) and kind.__reduce__ is _builtin_base(kind).__reduce__:
             reduced: Any = obj.__reduce__()
             return _rebuild_exception, (kind, reduced[1]), *reduced[2:]
@@ -220,14 +222,15 @@ def load(source: Path | bytes, *, device: torch.device) -> Any:
     Args:
         source: file or bytes that `dump` wrote in a process of the same run; must be trusted,
             because unpickling runs code.
-        device: device for tensors that were not on the CPU.
+        device: device for tensors and generators that were not on the CPU.
     """
 
     def locate(storage: Any, saved_on: str) -> Any:
         return storage if saved_on == "cpu" else storage.to(device=device)
 
     file = source if isinstance(source, Path) else io.BytesIO(source)
-    return torch.load(file, mmap=file is source, weights_only=False, map_location=locate)
+    with torch.accelerator.device_index(device.index):
+        return torch.load(file, mmap=file is source, weights_only=False, map_location=locate)
 
 
 def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -> tuple[str, Exception] | None:

@@ -62,8 +62,17 @@ def _state_of(item: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
     if is_a(item, nn.Module):
         return tensors, {name: each.training for name, each in item.named_modules()}
     with contextlib.suppress(Exception):  # a user's class may raise anything
-        return tensors, item.__reduce__()[2] if is_a(item, GENERATORS) else item.state_dict()
+        return tensors, _access(item)[0]()
     return None
+
+
+def _access(item: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return functions that read and write an object's state."""
+    if is_a(item, torch.Generator):
+        return item.get_state, item.set_state
+    if issubclass(type(item), GENERATORS):
+        return lambda: item.__reduce__()[2], item.__setstate__
+    return item.state_dict, item.load_state_dict
 
 
 class Changes:
@@ -171,8 +180,7 @@ def _write(item: Any, trained: dict[str, torch.Tensor], rest: Any) -> list[str]:
     elif is_a(item, Optimizer) and type(item).load_state_dict is Optimizer.load_state_dict:
         _load_optimizer(item, rest)
     else:
-        name = "__setstate__" if is_a(item, GENERATORS) else "load_state_dict"
-        getattr(item, name)(rest)
+        _access(item)[1](rest)
     lazy = {name for name, target in targets.items() if is_lazy(target)}
     return sorted({*trained, *targets} - copied - lazy)
 

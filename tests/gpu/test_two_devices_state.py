@@ -28,6 +28,17 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), 0.01)
 
 
+def test_a_generator_draws_on_the_device_of_each_rank() -> None:
+    """One of CUDA that the caller passes is on the rank's device, and comes back in place."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    draws = distributed(gpus=2)(lambda each: torch.randn(2, device=device(), generator=each).cpu())
+    first, second = draws.all_ranks(generator), draws.all_ranks(generator)
+    own = torch.Generator("cuda").manual_seed(3)
+    expected = [torch.randn(2, device="cuda", generator=own).cpu() for _ in range(2)]
+    for found, one in zip((first, second), expected, strict=True):
+        assert all(torch.equal(each, one) for each in found)
+
+
 def loader() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 8, generator=generator)
