@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner, LocalEngine
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.containers import leaves, with_leaves
 from parallelize.runtime.loss_counts import attach_count, join_weights
 
 __all__ = ["DPEngine", "data_parallel", "gather_outputs"]
@@ -90,8 +90,8 @@ def gather_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: tor
             why="the outputs of several devices are joined value by value",
             fix="return tensors whose first dimension counts samples, or use backend='ddp'",
         )
-    rows = iter([_gather_leaf(row, inputs, device=device) for row in zip(*columns, strict=True)])
-    return map_leaves(lambda _: next(rows), outputs[0])
+    rows = zip(*columns, strict=True)
+    return with_leaves(outputs[0], [_gather_leaf(row, inputs, device=device) for row in rows])
 
 
 def _gather_leaf(row: Sequence[Any], inputs: Sequence[Any], *, device: torch.device) -> Any:

@@ -29,7 +29,7 @@ from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner, Session
 from parallelize.runtime.autograd_graph import MODELS_KEY, has_sparse_gradient, mark_outputs, node_of, nodes_behind
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.containers import leaves, map_leaves, with_leaves
 from parallelize.runtime.context import PART_SIZES, Runtime, current
 from parallelize.runtime.loss_counts import loss_counts
 from parallelize.runtime.rng import RNGState, derive_seed, global_generators
@@ -271,8 +271,8 @@ def _split(inputs: Any, sizes: Sequence[int]) -> list[Any]:
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return the output of a batch: rows of all parts, means of losses, and what is equal in all."""
-    columns = iter([_joined_leaf(column, sizes) for column in zip(*map(leaves, outputs), strict=True)])
-    return map_leaves(lambda _: next(columns), outputs[0])
+    columns = zip(*map(leaves, outputs), strict=True)
+    return with_leaves(outputs[0], [_joined_leaf(column, sizes) for column in columns])
 
 
 def _joined_leaf(parts: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["leaves", "map_leaves"]
+__all__ = ["leaves", "map_leaves", "with_leaves"]
 
 
 def leaves(value: Any) -> list[Any]:
@@ -42,6 +42,12 @@ def map_leaves(
         return change(value)
     changed = [map_leaves(change, item, is_leaf=is_leaf) for item in items]
     return _like(value, changed)
+
+
+def with_leaves(value: Any, new: Iterable[Any]) -> Any:
+    """Return a copy of `value` with other leaves, in the order of `leaves`."""
+    values = iter(new)
+    return map_leaves(lambda _: next(values), value)
 
 
 def _items(value: Any) -> Iterable[Any] | None:

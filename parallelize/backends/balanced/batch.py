@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallelize.errors import ConfigError
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.containers import leaves, map_leaves, with_leaves
 from parallelize.runtime.loss_counts import attach_count, join_weights
 from parallelize.torch_patches.private import replace_attribute
 
@@ -88,7 +88,7 @@ class Batch:
             leaf if axis is None else leaf.narrow(axis, start, samples)
             for leaf, axis in self._leaves
         ]
-        return _rebuilt(self.inputs, parts)
+        return with_leaves(self.inputs, parts)
 
     def trial(self, samples: int) -> Batch:
         """Return copies of some samples, without their graphs, so that a trial changes no object of the user's."""
@@ -158,7 +158,7 @@ def joined_outputs(outputs: Sequence[Any], dims: Dims, *, batch: Batch, device: 
         raise _unjoined(position, first, why)
 
     columns = itertools.zip_longest(dims, *map(leaves, outputs))
-    return _rebuilt(outputs[0], [joined(position, dim, column) for position, (dim, *column) in enumerate(columns)])
+    return with_leaves(outputs[0], [joined(position, dim, column) for position, (dim, *column) in enumerate(columns)])
 
 
 @contextlib.contextmanager
@@ -245,11 +245,6 @@ def _axis(leaf: Any, dim: int) -> int | None:
         )
     dims = leaf.dim() if is_dense else 0
     return (0 if dims else None) if dims < 2 else dim if dims > dim else None
-
-
-def _rebuilt(like: Any, flat: Sequence[Any]) -> Any:
-    values = iter(flat)
-    return map_leaves(lambda _: next(values), like)
 
 
 def _shape_beside(part: Any, dim: int) -> tuple[int, ...] | None:
