@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass
@@ -22,30 +23,28 @@ from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp, Backend, Launcher
 from parallelize.precision.native import NativePrecision
 
-ALL_LEVELS = frozenset(LEVELS)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Declared(Backend):
-    """A backend with capabilities and no engine."""
+class SingleNode(Backend):
+    """One process for all devices of a single node, with two levels of one engine."""
 
-    name = "declared"
-    process_per = "device"
-    amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": ALL_LEVELS}
-    static: bool = False
+    name = "nodewise"
+    process_per = "node"
+    max_nodes = 1
+    amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset({"O0", "O1"})}
 
     def engine(self, inner, *, world, devices):
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleNode(Declared):
-    """A backend of one process for all devices of a single node, with two levels."""
+class OtherEngine(SingleNode):
+    """Another precision engine, and an option of its own."""
 
-    name = "nodewise"
-    process_per = "node"
-    max_nodes = 1
-    amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset({"O0", "O1"})}
+    name = "other"
+    max_nodes = None
+    amp: ClassVar[Mapping[str, frozenset[str]]] = {"other": frozenset(LEVELS)}
+    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,41 +58,30 @@ class ClusterLauncher(Launcher):
         raise NotImplementedError
 
 
-backend_values = st.sampled_from([*registry.names("backends"), DDPBackend(), Declared(static=True), SingleNode()])
+backend_values = st.sampled_from([*registry.names("backends"), DDPBackend(), OtherEngine(static=True), SingleNode()])
 engines = st.sampled_from(registry.names("precision"))
 
 
-def faults_of(**options):
-    """Return the faults of a request."""
+def faults_of(environ=None, **options):
+    """Return the faults of a request, merged with variables."""
     with pytest.raises(ConfigError) as caught:
-        Config.parse(**options)
+        Config.parse(**options).merged(environ or {})
     return caught.value.faults
-
-
-def parsed(options):
-    """Return the Config of some options, or None if they contradict each other."""
-    try:
-        return Config.parse(**options)
-    except ConfigError:
-        return None
 
 
 @given(option_sets(), backend_values, engines)
 def test_round_trip(options, backend, engine):
     """Valid options give a Config that round-trips, or contradict each other in pairs."""
-    request = {**options, "backend": backend, "amp_engine": engine}
     try:
-        config = Config.parse(**request)
+        config = Config.parse(**options, backend=backend, amp_engine=engine)
     except ConfigError as error:
-        faults = error.faults
+        for fault in error.faults:
+            names = ["backend", "gpus", "processes", "num_nodes", "amp", "amp_engine"]
+            assert any(f"{name}=" in fault.what for name in names)
+            assert fault.why
+            assert fault.fix
     else:
-        faults = ()
         assert Config.parse(**vars(config)) == config
-    for fault in faults:
-        names = ["backend", "gpus", "processes", "num_nodes", "amp", "amp_engine"]
-        assert any(f"{name}=" in fault.what for name in names)
-        assert fault.why
-        assert fault.fix
 
 
 @given(option_sets(), option_sets(invalid=True))
@@ -111,30 +99,23 @@ def test_every_fault_is_named(options, wrong):
 @given(option_sets(), option_sets())
 def test_changed_never_mutates(options, changes):
     """`changed` returns a Config with the changes, and leaves the original unchanged."""
-    config = parsed(options)
-    if config is None:
+    try:
+        config = Config.parse(**options)
+    except ConfigError:
         return
     before = dict(vars(config))
-    try:
+    with contextlib.suppress(ConfigError):
         other = config.changed(**changes)
-    except ConfigError:
-        pass
-    else:
         for name, value in changes.items():
             assert getattr(other, name) == getattr(Config.parse(**{name: value}), name)
     assert vars(config) == before
-    assert config == Config.parse(**before)
-
-
-def test_is_frozen():
-    """Options of a Config cannot be assigned."""
-    with pytest.raises(FrozenInstanceError):
-        Config.parse().seed = 1  # type: ignore[misc]  # on purpose
 
 
 def test_defaults():
-    """Without options the backend is ddp and everything else has its default."""
+    """Without options the backend is ddp and everything else has its default; options cannot be assigned."""
     assert Config.parse() == Config(backend=DDPBackend(), amp_engine=NativePrecision)
+    with pytest.raises(FrozenInstanceError):
+        Config.parse().seed = 1
 
 
 @pytest.mark.parametrize(
@@ -149,14 +130,11 @@ def test_defaults():
         ({"amp": "bf16"}, "amp", Amp(dtype=torch.bfloat16)),
         ({"amp": "fp16"}, "amp", Amp(dtype=torch.float16)),
         ({"timeout": 90}, "timeout", timedelta(seconds=90)),
-        ({"timeout": timedelta(hours=1)}, "timeout", timedelta(hours=1)),
         ({"timeout": "10min"}, "timeout", timedelta(minutes=10)),
         ({"timeout": "1.5 h"}, "timeout", timedelta(minutes=90)),
-        ({"timeout": "30s"}, "timeout", timedelta(seconds=30)),
         ({"timeout": "30 sec"}, "timeout", timedelta(seconds=30)),
         ({"timeout": "2d"}, "timeout", timedelta(days=2)),
         ({"timeout": 0.5}, "timeout", timedelta(seconds=0.5)),
-        ({"timeout": 10**8}, "timeout", timedelta(seconds=10**8)),
         ({"timeout": timedelta(seconds=10**8)}, "timeout", timedelta(seconds=10**8)),
         ({"process_group_backend": "cpu:gloo,cuda:nccl"}, "process_group_backend", "cpu:gloo,cuda:nccl"),
     ],
@@ -220,136 +198,32 @@ KNOWN = ", ".join(map(repr, sorted(vars(Config.parse()))))
 
 
 @pytest.mark.parametrize(
-    ("options", "fault"),
-    [
-        ({"gpu": 4}, Fault("option gpu=4", "no option has this name", f"did you mean 'gpus'? known: {KNOWN}")),
-        ({"rocket": 1}, Fault("option rocket=1", "no option has this name", f"known: {KNOWN}")),
-        (
-            {"distributed_backend": "ddp"},
-            Fault(
-                "option distributed_backend='ddp'",
-                "no option has this name",
-                f"did you mean 'backend'? known: {KNOWN}",
-            ),
-        ),
-        (
-            {"nb_gpu_nodes": 2},
-            Fault("option nb_gpu_nodes=2", "no option has this name", f"did you mean 'num_nodes'? known: {KNOWN}"),
-        ),
-        (
-            {"amp": "O4"},
-            Fault(
-                "amp='O4'",
-                "it names neither a level nor a half-precision type",
-                "use True, an Amp(...), or a name; known: 'O0', 'O1', 'O2', 'O3', 'bf16', 'fp16'",
-            ),
-        ),
-        (
-            {"amp": Amp(growth_factor=1.0, backoff_factor=1.5, growth_interval=0, dtype=torch.float64)},
-            Fault(
-                "amp=Amp(dtype=torch.float64, growth_factor=1.0, backoff_factor=1.5, growth_interval=0)",
-                "dtype is torch.bfloat16 or torch.float16; growth_factor is a power of two above 1; "
-                "backoff_factor is a power of two between 0 and 1; growth_interval is at least 1 step",
-                "correct them, or leave them out",
-            ),
-        ),
-        (
-            {"processes": 0},
-            Fault("processes=0", "it must be an integer from 1 to 65536", "use processes=1, for example"),
-        ),
-        (
-            {"seed": -1},
-            Fault("seed=-1", "it must be an integer from 0 to 4294967295", "use seed=0, for example"),
-        ),
-        (
-            {"timeout": 0},
-            Fault(
-                "timeout=0",
-                "it must be a time above 0, of at most 100000000 seconds",
-                "use seconds (a positive number), a text such as '10min', or a timedelta",
-            ),
-        ),
-        ({"logs": ""}, Fault("logs=''", "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory")),
-        ({"wrap": 1}, Fault("wrap=1", "it cannot be called", "pass a function, as in wrap=my_function")),
-        ({"update_modules": 1}, Fault("update_modules=1", "it is not a bool", "use True or False")),
-    ],
-)
-def test_faults(options, fault):
-    """Each fault has the value, the reason and the fix."""
-    assert faults_of(**options) == (fault,)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"backend": "dpp"}, "no backend has this name"),
-        ({"backend": 3}, "no backend has this name"),
-        ({"launcher": "sge"}, "no launcher has this name"),
-        ({"amp_engine": "amp"}, "no amp_engine has this name"),
-    ],
-)
-def test_unknown_plug_ins_list_the_known_ones(options, why):
-    """The fault of an unknown plug-in lists the known ones."""
-    ((name, value),) = options.items()
-    kind = {"backend": "backends", "launcher": "launchers", "amp_engine": "precision"}[name]
-    (fault,) = faults_of(**options)
-    assert (fault.what, fault.why) == (f"{name}={value!r}", why)
-    for known in registry.names(kind):
-        assert repr(known) in fault.fix
-
-
-def test_a_backend_of_torch_is_told_its_option():
-    """Torch calls nccl a backend, which is another option here."""
-    (fault,) = faults_of(backend="nccl")
-    assert fault.fix.startswith("use process_group_backend='nccl' for the collectives; known: 'auto', 'balanced'")
-
-
-def test_process_group_backends():
-    """A backend that torch does not have is refused, with torch's list."""
-    (fault,) = faults_of(process_group_backend="cpu:gloo,cuda:ncl")
-    assert fault.what == "process_group_backend='cpu:gloo,cuda:ncl'"
-    assert fault.why == "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'"
-    assert fault.fix.startswith("did you mean 'nccl'? known:")
-
-
-@pytest.mark.parametrize("text", ["cpu:gloo,cpu:nccl", "undefined", "gloo,nccl", "cpu:undefined"])
-def test_a_device_type_has_one_process_group_backend(text):
-    """A device type named twice, or a backend that cannot be used, is refused."""
-    assert len(faults_of(process_group_backend=text)) == 1
-
-
-def test_process_group_backends_by_device_type():
-    """A list names them; a single backend is used for every device that it supports."""
-    assert backend_by_device_type("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
-    assert backend_by_device_type("nccl") == {"cuda": "nccl"}
-
-
-def test_contradictions_are_named_beside_invalid_options():
-    """Two options that exclude each other are named, although another option could not be parsed."""
-    whats = [fault.what for fault in faults_of(gpus=2, processes=2, seed=-1)]
-    assert whats == ["seed=-1", "gpus=2 with processes=2"]
-
-
-def backends_where(fits):
-    """Return the names of the backends for which `fits` is true."""
-    return [name for name in registry.names("backends") if fits(registry.find("backends", name))]
-
-
-@pytest.mark.parametrize(
     ("options", "what", "why", "fix"),
     [
+        ({"gpu": 4}, "option gpu=4", "no option has this name", f"did you mean 'gpus'? known: {KNOWN}"),
+        ({"rocket": 1}, "option rocket=1", "no option has this name", f"known: {KNOWN}"),
+        ({"distributed_backend": "ddp"}, "option distributed_backend='ddp'", "no option", "did you mean 'backend'?"),
+        ({"nb_gpu_nodes": 2}, "option nb_gpu_nodes=2", "no option", "did you mean 'num_nodes'?"),
+        ({"amp": "O4"}, "amp='O4'", "it names neither a level", "use True, an Amp(...), or a name; known: 'O0', 'O1'"),
+        ({"timeout": 0}, "timeout=0", "a time above 0", "use seconds (a positive number), a text such as '10min'"),
+        ({"logs": ""}, "logs=''", "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory"),
+        ({"wrap": 1}, "wrap=1", "it cannot be called", "pass a function, as in wrap=my_function"),
+        ({"update_modules": 1}, "update_modules=1", "it is not a bool", "use True or False"),
+        ({"backend": "dpp"}, "backend='dpp'", "no backend has this name", "'auto', 'balanced', 'ddp'"),
+        ({"backend": 3}, "backend=3", "no backend has this name", "known: 'auto', 'balanced', 'ddp'"),
+        ({"launcher": "sge"}, "launcher='sge'", "no launcher has this name", "'ray', 'slurm', 'ssh'"),
+        ({"amp_engine": "amp"}, "amp_engine='amp'", "no amp_engine has this name", "'apex', 'native'"),
+        # Torch calls nccl a backend, which is another option here.
+        ({"backend": "nccl"}, "backend='nccl'", "no backend", "use process_group_backend='nccl' for the collectives"),
         (
-            {"gpus": [0, 1], "processes": 2},
-            "gpus=[0, 1] with processes=2",
-            "gpus= starts one process per GPU, and processes= starts processes on the CPU",
-            "drop processes= to run on GPUs, or gpus= to run on the CPU, or use gpus='auto': GPUs if there are any",
+            {"process_group_backend": "cpu:gloo,cuda:ncl"},
+            "process_group_backend='cpu:gloo,cuda:ncl'",
+            "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'",
+            "did you mean 'nccl'? known:",
         ),
-        (
-            {"gpus": [0, 0]},
-            "gpus=[0, 0]",
-            "it names a GPU twice, and NCCL refuses two ranks on one GPU",
-            "name each GPU once, or add process_group_backend='gloo' (for tests: several ranks share one GPU)",
-        ),
+        # Options that exclude each other
+        ({"gpus": [0, 1], "processes": 2}, "gpus=[0, 1] with processes=2", "one process per GPU", "drop processes="),
+        ({"gpus": [0, 0]}, "gpus=[0, 0]", "it names a GPU twice, and NCCL", "add process_group_backend='gloo'"),
         (
             {"backend": SingleNode(), "processes": 2},
             "backend='nodewise' with processes=2",
@@ -369,36 +243,38 @@ def backends_where(fits):
             "use amp='O0' or 'O1', or backend='",
         ),
         (
-            {"amp": "fp16", "processes": 2},
-            "amp='fp16' on cpu",
-            "native computes on cpu in: bf16",
-            "use amp='bf16', or amp=False on cpu",
+            {"backend": OtherEngine(), "amp": True},
+            "backend='other' with amp_engine='native' and amp='O1'",
+            "under other, the levels of the native engine are: none",
+            "use amp_engine='other', or backend='auto' or 'balanced'",
         ),
-        (
-            {"amp": "fp16", "gpus": 0},
-            "amp='fp16' on cpu",
-            "native computes on cpu in: bf16",
-            "use amp='bf16', or amp=False on cpu",
-        ),
+        ({"amp": "fp16", "processes": 2}, "amp='fp16' on cpu", "native computes on cpu in: bf16", "use amp='bf16'"),
+        ({"amp": "fp16", "gpus": 0}, "amp='fp16' on cpu", "native computes on cpu in: bf16", "or amp=False on cpu"),
+        # An invalid value is not also reported as a contradiction.
+        ({"gpus": "two", "processes": 2}, "gpus='two'", "neither a number of GPUs", "use an int (how many)"),
+        ({"amp_engine": "amp", "amp": True, "backend": SingleNode()}, "amp_engine='amp'", "no amp_engine", "known:"),
     ],
 )
-def test_contradictions(options, what, why, fix):
-    """Options that exclude each other are refused, with both values."""
+def test_faults(options, what, why, fix):
+    """One fault has the value, or both of a contradiction, the reason and the fix."""
     (fault,) = faults_of(**options)
-    assert (fault.what, fault.why) == (what, why)
-    assert fault.fix.startswith(fix)
+    assert fault.what == what
+    assert why in fault.why
+    assert fix in fault.fix
 
 
-def test_an_unsupported_precision_engine():
-    """A precision engine that a backend does not declare is refused, and the declared ones are offered."""
-    backend = Declared()
-    object.__setattr__(backend, "amp", {"other": ALL_LEVELS})
-    (fault,) = faults_of(backend=backend, amp=True)
-    assert fault.what == "backend='declared' with amp_engine='native' and amp='O1'"
-    assert fault.why == "under declared, the levels of the native engine are: none"
-    assert fault.fix.startswith("use amp_engine='other', or backend='")
-    for name in backends_where(lambda other: "native" in other.amp):
-        assert repr(name) in fault.fix
+def test_process_group_backends_by_device_type():
+    """A list names them; a device type named twice, or a backend that cannot be used, is refused."""
+    assert backend_by_device_type("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+    assert backend_by_device_type("nccl") == {"cuda": "nccl"}
+    for text in ("cpu:gloo,cpu:nccl", "undefined", "gloo,nccl", "cpu:undefined"):
+        assert len(faults_of(process_group_backend=text)) == 1
+
+
+def test_contradictions_are_named_beside_invalid_options():
+    """Two options that exclude each other are named, although another option could not be parsed."""
+    whats = [fault.what for fault in faults_of(gpus=2, processes=2, seed=-1)]
+    assert whats == ["seed=-1", "gpus=2 with processes=2"]
 
 
 @pytest.mark.parametrize(
@@ -407,22 +283,14 @@ def test_an_unsupported_precision_engine():
         {"gpus": 0, "processes": 2},
         {"gpus": "auto", "processes": 2},
         {"gpus": [0, 0], "process_group_backend": "gloo"},
-        {"backend": SingleNode(), "processes": 1},
-        {"backend": SingleNode(), "num_nodes": 1},
+        {"backend": SingleNode(), "processes": 1, "num_nodes": 1, "amp": True},
         {"amp": "bf16", "processes": 2},
         {"amp": Amp(level="O0", dtype=torch.float16), "processes": 2},
-        {"backend": SingleNode(), "amp": True},
     ],
 )
 def test_compatible_options(options):
     """Options that are close to a contradiction, but compatible, are accepted."""
     assert Config.parse(**options)
-
-
-def test_an_invalid_value_is_one_fault():
-    """An invalid value is not also reported as a contradiction with other options."""
-    assert len(faults_of(gpus="two", processes=2)) == 1
-    assert len(faults_of(amp_engine="amp", amp=True, backend=SingleNode())) == 1
 
 
 @pytest.mark.parametrize(
@@ -441,15 +309,11 @@ def test_an_invalid_value_is_one_fault():
     ],
 )
 def test_a_change_resets_the_excluded_option(options, changes, expected):
-    """A change resets the option that it excludes, and no other."""
+    """A change resets the option that it excludes, and no other; two changes may not exclude each other."""
     config = Config.parse(**options).changed(**changes)
     assert (config.gpus, config.processes) == expected
-
-
-def test_changes_that_exclude_each_other():
-    """Two changes that exclude each other are a fault."""
-    with pytest.raises(ConfigError, match=r"gpus=4 with processes=2"):
-        Config.parse(gpus=1).changed(gpus=4, processes=2)
+    with pytest.raises(ConfigError, match="gpus=4 with processes=2"):
+        config.changed(gpus=4, processes=2)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +336,7 @@ def test_changes_that_exclude_each_other():
         ({}, {"PARALLELIZE_SEED": "7"}, "seed", 7),
         ({}, {"PARALLELIZE_UPDATE_MODULES": "no"}, "update_modules", False),
         ({}, {"PARALLELIZE_LOGS": "all"}, "logs", "all"),
-        ({"backend": Declared()}, {"PARALLELIZE_BACKEND": "ddp"}, "backend", DDPBackend()),
+        ({"backend": SingleNode()}, {"PARALLELIZE_BACKEND": "ddp"}, "backend", DDPBackend()),
         ({}, {"PARALLEL_GPUS": "4", "parallelize_gpus": "4", "GPUS": "4"}, "gpus", None),
     ],
 )
@@ -481,46 +345,23 @@ def test_variables_override_code(options, environ, name, value):
     assert getattr(Config.parse(**options).merged(environ), name) == value
 
 
-def test_the_same_backend_keeps_its_options():
-    """A variable with the name of the backend given in code keeps the code's object."""
-    backend = DDPBackend()
-    config = Config.parse(backend=backend).merged({"PARALLELIZE_BACKEND": " ddp "})
-    assert config.backend is backend
-
-
-def test_the_same_launcher_keeps_its_options():
-    """A variable with the name of the launcher given in code keeps the code's object."""
-    config = Config.parse(launcher=ClusterLauncher(partition="long"))
-    assert config.merged({"PARALLELIZE_LAUNCHER": "queue"}).launcher == ClusterLauncher(partition="long")
-
-
-def test_nothing_to_merge():
-    """Without PARALLELIZE_ variables `merged` returns the same object."""
-    config = Config.parse(gpus=2)
+def test_what_a_variable_only_repeats_keeps_its_options():
+    """A variable with the name of the plug-in given in code keeps the code's object; empty ones change nothing."""
+    config = Config.parse(backend=OtherEngine(static=True), launcher=ClusterLauncher(partition="long"))
+    merged = config.merged({"PARALLELIZE_BACKEND": " other ", "PARALLELIZE_LAUNCHER": "queue"})
+    assert merged.backend is config.backend
+    assert merged.launcher is config.launcher
     assert config.merged({"HOME": "/root", "PARALLELIZE_SEED": ""}) is config
-
-
-def merge_faults(environ, **options):
-    """Return the faults of a request merged with variables."""
-    with pytest.raises(ConfigError) as caught:
-        Config.parse(**options).merged(environ)
-    return caught.value.faults
 
 
 @pytest.mark.parametrize(
     ("variable", "option", "hint"),
-    [
-        ("PARALLELIZE_GPU", "gpu", "did you mean 'gpus'? "),
-        ("PARALLELIZE_WORKERS", "workers", ""),
-        ("PARALLELIZE_", "", ""),
-    ],
+    [("GPU", "gpu", "did you mean 'gpus'? "), ("WORKERS", "workers", ""), ("", "", "")],
 )
 def test_unknown_variables(variable, option, hint):
     """A PARALLELIZE_ variable that names no option is refused, and the known ones are listed."""
-    (fault,) = merge_faults({variable: "1"})
-    assert fault.what == f"option {option}='1'"
-    assert fault.why == f"no option has this name (the environment has {variable}=1)"
-    assert fault.fix == f"{hint}known: {KNOWN}"
+    why = f"no option has this name (the environment has PARALLELIZE_{variable}=1)"
+    assert faults_of({f"PARALLELIZE_{variable}": "1"}) == (Fault(f"option {option}='1'", why, f"{hint}known: {KNOWN}"),)
 
 
 @pytest.mark.parametrize(
@@ -537,39 +378,26 @@ def test_unknown_variables(variable, option, hint):
         ("BACKEND", "dpp"),
         ("AMP_ENGINE", "cuda"),
         ("UPDATE_MODULES", "2"),
+        ("WRAP", "f"),
         ("PROCESS_GROUP_BACKEND", "ncl"),
     ],
 )
 def test_invalid_values_of_variables(name, text):
     """An invalid value is refused with the name and the text of the variable."""
-    (fault,) = merge_faults({f"PARALLELIZE_{name}": text})
+    (fault,) = faults_of({f"PARALLELIZE_{name}": text})
     assert fault.what == f"{name.lower()}={text!r}"
     assert fault.why.endswith(f" (the environment has PARALLELIZE_{name}={text})")
     assert fault.fix
 
 
-def test_a_variable_that_contradicts_the_code():
-    """The fault of a contradiction names the variable."""
-    (fault,) = merge_faults({"PARALLELIZE_PROCESSES": "2"}, amp="fp16", gpus=2)
+def test_every_fault_of_a_merge():
+    """One error lists unknown variables, invalid values and contradictions, and names the variables."""
+    values = {"GPU": "1", "TIMEOUT": "x", "GPUS": "2", "PROCESSES": "2"}
+    faults = faults_of({f"PARALLELIZE_{name}": text for name, text in values.items()})
+    assert [fault.what for fault in faults] == ["timeout='x'", "option gpu='1'", "gpus=2 with processes=2"]
+    (fault,) = faults_of({"PARALLELIZE_PROCESSES": "2"}, amp="fp16", gpus=2)
     assert fault.what == "amp='fp16' on cpu"
     assert fault.why == "native computes on cpu in: bf16 (the environment has PARALLELIZE_PROCESSES=2)"
-
-
-def test_every_fault_of_a_merge():
-    """One error lists unknown variables, invalid values and contradictions."""
-    faults = merge_faults(
-        {
-            "PARALLELIZE_GPU": "1",
-            "PARALLELIZE_TIMEOUT": "x",
-            "PARALLELIZE_GPUS": "2",
-            "PARALLELIZE_PROCESSES": "2",
-        }
-    )
-    assert [fault.what for fault in faults] == [
-        "timeout='x'",
-        "option gpu='1'",
-        "gpus=2 with processes=2",
-    ]
 
 
 @given(
@@ -582,15 +410,12 @@ def test_random_variables(environ):
     try:
         config = Config.parse().merged(environ)
     except ConfigError as error:
-        faults = error.faults
+        for fault in error.faults:
+            assert all((fault.what, fault.why, fault.fix))
     else:
-        faults = ()
         assert Config.parse(**vars(config)) == config
-    assert all(fault.what and fault.why and fault.fix for fault in faults)
 
 
 def test_the_options_that_a_user_may_pass():
-    """They have types for checkers, and every one but functions can be given as text."""
+    """All have types for checkers."""
     assert vars(Config.parse()).keys() == Options.__optional_keys__
-    (fault,) = merge_faults({"PARALLELIZE_WRAP": "f"})
-    assert (fault.what, fault.why) == ("wrap='f'", "it cannot be called (the environment has PARALLELIZE_WRAP=f)")
