@@ -21,19 +21,13 @@ from parallelize.cluster.world import World
 
 
 class Masked(nn.Module):
-    def __init__(self, mask: torch.Tensor) -> None:
+    def __init__(self, mask: torch.Tensor | None = None) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        self.register_buffer("mask", mask)
+        self.register_buffer("mask", torch.ones(2, 2) if mask is None else mask)
 
 
-def expanded() -> torch.Tensor:
-    return torch.tensor(1.0).expand(2, 2)
-
-
-def made_in_inference_mode() -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.ones(2, 2)
+EXPANDED = torch.tensor(1.0).expand(2, 2)  # its elements share memory
 
 
 def changed(*objects: Any, change: Callable[..., object]) -> dict[int, Any]:
@@ -49,73 +43,60 @@ def fill(module: nn.Module) -> None:
         tensor.data = torch.full(tensor.shape, 3.0)
 
 
-def test_a_buffer_made_in_inference_mode_is_updated() -> None:
-    """It refuses a copy outside of that mode."""
-    module, trained = Masked(made_in_inference_mode()), Masked(torch.ones(2, 2))
-    assert restore([module], changed(trained, change=fill)) == []
-    assert torch.equal(module.mask, trained.mask)
-    assert torch.equal(module.linear.weight, trained.linear.weight)
-
-
-def test_a_buffer_whose_elements_share_memory_is_named() -> None:
-    """Together with it, all other tensors are updated."""
-    module, trained = Masked(expanded()), Masked(torch.ones(2, 2))
-    [problem] = restore([module], changed(trained, change=fill))
-    assert problem.startswith("Masked: mask ")
-    assert torch.equal(module.linear.weight, trained.linear.weight)
-
-
-def test_an_unchanged_expanded_buffer_stays_expanded() -> None:
-    """A large mask takes no more memory than before."""
-    module = Masked(expanded())
-    assert restore([module], changed(Masked(torch.ones(2, 2)), change=lambda it: fill(it.linear))) == []
+def test_buffers_that_refuse_a_copy() -> None:
+    """One of inference mode is updated; one whose elements share memory is named, and stays as it is if unchanged."""
+    with torch.inference_mode():
+        inference = torch.ones(2, 2)
+    for mask, problems in ((inference, 0), (EXPANDED, 1)):
+        module, trained = Masked(mask), Masked()
+        found = restore([module], changed(trained, change=fill))
+        assert [problem.startswith("Masked: mask ") for problem in found] == [True] * problems
+        assert torch.equal(module.mask, trained.mask) is not bool(problems)
+        assert torch.equal(module.linear.weight, trained.linear.weight)
+    module = Masked(EXPANDED)
+    assert restore([module], changed(Masked(), change=lambda it: fill(it.linear))) == []
     assert module.mask.stride() == (0, 0)
 
 
 def test_tensors_that_cannot_be_written_are_named() -> None:
     """Tensors on the meta device have no values to write; all others are updated."""
     with torch.device("meta"):
-        module = Masked(torch.ones(2, 2))
+        module = Masked()
     module.mask = torch.zeros(2, 2)
-    [problem] = restore([module], changed(Masked(torch.ones(2, 2)), change=fill))
+    [problem] = restore([module], changed(Masked(), change=fill))
     assert problem.startswith("Masked: linear.bias, linear.weight ")
     assert "not copied back; return the object" in problem
     assert torch.equal(module.mask, torch.full((2, 2), 3.0))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
+def test_modes_and_frozen_parameters_come_back() -> None:
+    """As they would be after the function has run in this process."""
+    ours, theirs = nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.Sequential(nn.Linear(1, 1), nn.Dropout())
 
+    def change(_: nn.Module) -> None:
+        theirs[0].requires_grad_(False)
+        theirs[1].eval()
 
-def write_data(model: nn.Module) -> None:
-    for each in model.parameters():
-        each.data = each.data + 1
-
-
-def test_writes_to_data_come_back() -> None:
-    """Moving averages make them."""
-    ours, theirs = nn.Linear(1, 1), nn.Linear(1, 1)
-    assert restore([ours], changed(theirs, change=write_data)) == []
-    assert torch.equal(ours.weight, theirs.weight)
+    assert restore([ours], changed(theirs, change=change)) == []
+    assert (ours.training, ours[1].training) == (True, False)
+    assert not any(each.requires_grad for each in ours.parameters())
 
 
 def test_an_optimizer_goes_on_where_the_call_ended() -> None:
     """Its state, settings and parameters that no module has are written into the caller's optimizer."""
-    model, theirs = nn.Linear(1, 1), nn.Linear(1, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    their_optimizer = torch.optim.Adam(theirs.parameters(), lr=7.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    their_scheduler = torch.optim.lr_scheduler.StepLR(their_optimizer, 1)
+    ours, theirs = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer, their_optimizer = torch.optim.Adam(ours.parameters()), torch.optim.Adam(theirs.parameters(), lr=7.0)
+    scheduler, their_scheduler = (torch.optim.lr_scheduler.StepLR(each, 1) for each in (optimizer, their_optimizer))
 
     def train(*_: Any) -> None:
-        step(theirs, their_optimizer)
+        theirs(torch.ones(1, 1)).sum().backward()
+        their_optimizer.step()
         their_scheduler.step()
 
     assert restore([optimizer, scheduler], changed(their_optimizer, their_scheduler, change=train)) == []
-    assert torch.equal(model.weight, theirs.weight)
+    assert torch.equal(ours.weight, theirs.weight)
     assert optimizer.state_dict()["param_groups"] == their_optimizer.state_dict()["param_groups"]
-    assert torch.equal(optimizer.state[model.weight]["exp_avg"], their_optimizer.state[theirs.weight]["exp_avg"])
+    assert torch.equal(optimizer.state[ours.weight]["exp_avg"], their_optimizer.state[theirs.weight]["exp_avg"])
     assert scheduler.last_epoch == 1
 
 
@@ -140,35 +121,19 @@ def test_an_optimizer_with_other_groups_is_named() -> None:
     assert problem.startswith("SGD: its state (")
 
 
-def test_modes_and_frozen_parameters_come_back() -> None:
-    """As they would be after the function has run in this process."""
-    ours, theirs = nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.Sequential(nn.Linear(1, 1), nn.Dropout())
-
-    def change(_: nn.Module) -> None:
-        theirs[0].requires_grad_(False)
-        theirs[1].eval()
-
-    assert restore([ours], changed(theirs, change=change)) == []
-    assert (ours.training, ours[1].training) == (True, False)
-    assert not any(each.requires_grad for each in ours.parameters())
-
-
 class Meter:
-    """Not of torch: it has a state, and says so."""
+    """Not of torch: it has a state, and says so, unless it is not ready."""
 
-    def __init__(self) -> None:
-        self.total = 0
+    def __init__(self, *, is_ready: bool = True) -> None:
+        self.total, self.is_ready = 0, is_ready
 
     def state_dict(self) -> dict[str, int]:
+        if not self.is_ready:
+            raise RuntimeError("fit me first")
         return {"total": self.total}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.total = state["total"]
-
-
-class Unready(Meter):
-    def state_dict(self) -> dict[str, int]:
-        raise RuntimeError("fit me first")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +156,7 @@ def test_generators_and_what_has_a_state_dict_go_on(make: Any, draw: Callable[[A
 
 def test_a_state_that_cannot_be_read_stays() -> None:
     """The object may be of no use yet."""
-    assert changed(Unready(), change=lambda it: it.__init__()) == {}
+    assert changed(Meter(is_ready=False), change=lambda it: setattr(it, "total", 1)) == {}
 
 
 class Cached(Dataset[int]):
@@ -218,21 +183,12 @@ class Trainer:
         self._best = SimpleNamespace(loss=1)
 
 
-def add_attribute(trainer: Trainer) -> None:
-    vars(trainer).update(new=1)
-
-
-def mask(value: Any) -> None:
-    with torch.no_grad():
-        value.mul_(2)
-
-
 CHANGES: dict[str, tuple[Callable[[Trainer], object], list[str]]] = {
     "append": (lambda it: it.history.append(0.1), ["it.history"]),
     "item": (lambda it: it.history.__setitem__(0, 0.1), ["it.history"]),
     "nested": (lambda it: it.best["nested"].append(1), ["it.best"]),
     "number": (lambda it: setattr(it, "epoch", it.epoch + 1), ["it.epoch"]),
-    "new attribute": (add_attribute, ["it.new"]),
+    "new attribute": (lambda it: vars(it).update(new=1), ["it.new"]),
     "tensor in place": (lambda it: it.tensor.add_(1), ["it.tensor"]),
     "array in place": (lambda it: it.array.__iadd__(1), ["it.array"]),
     "new model": (lambda it: setattr(it, "model", nn.Linear(1, 1)), ["it.model"]),
@@ -241,7 +197,7 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], list[str]]] = {
     "equal number": (lambda it: setattr(it, "rate", float("0.5")), []),
     "equal nan": (lambda it: setattr(it, "nan", float("nan")), []),
     "dataset": (lambda it: it.data.cache.update({1: 1}), []),
-    "weights come back": (lambda it: mask(it.model.weight), []),
+    "weights come back": (lambda it: it.model.weight.data.mul_(2), []),
     "logger": (lambda it: it.log.isEnabledFor(len(it.log._cache)), []),  # fills its cache
     "mode comes back": (lambda it: it.model.eval(), []),
     "optimizer comes back": (lambda it: it.optimizer.param_groups[0].update(lr=2.0), []),
@@ -259,16 +215,12 @@ def test_changes_are_named(name: str) -> None:
     assert changes.found()["unreturned"] == names
 
 
-def test_a_number_of_any_other_rank_is_named() -> None:
-    """Each rank has evaluated its own samples; equal numbers are of all."""
+def test_the_warning() -> None:
+    """Names five changes, and numbers of which each rank has evaluated its own samples; equal ones are of all."""
     outcomes = [Outcome(rank, "host", 1, 0.5, evaluated="0.5") for rank in range(2)]
     assert unreturned_warning(outcomes) == []
     [text] = unreturned_warning([*outcomes, Outcome(2, "host", 1, None, evaluated="0.7")])
     assert text.startswith("rank 0 returned 0.5, and rank 2 0.7: each evaluated its own samples")
-
-
-def test_the_warning_names_five() -> None:
-    """One warning for all."""
     assert unreturned_warning([Outcome.returned(World(), 1)]) == []
     [text] = unreturned_warning([Outcome.returned(World(), 1, unreturned=[f"x{index}" for index in range(7)])])
     assert text.startswith("x0, x1, x2, x3, x4 and 2 more changed in the workers and do not come back: ")
