@@ -95,7 +95,7 @@ ROOMS: Mapping[str, int] = {
     "backends/balanced": 14_072,
     "block": 8_610,
     "call": 9_982,
-    "checkpoint": 9_272,
+    "checkpoint": 9_280,
     "cli": 3_481,
     "cluster": 3_381,
     "comparison": 1_583,

@@ -200,7 +200,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.serialization":
             return str  # instead of torch's function from the name of a layout, which is not used here
-        if module == "pathlib":
+        if module.partition(".")[0] == "pathlib":  # Python 3.13 names a part of it
             return PurePath  # of the folder when it was written
         if (module, name) == ("builtins", "getattr"):
             return operator.getitem  # of torch's memory formats, an enum, as some releases of Python pickle them

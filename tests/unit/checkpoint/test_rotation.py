@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import enum
+import pathlib
 import sys
 
 import pytest
@@ -110,6 +111,15 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch, in_backgrou
             monkeypatch.chdir(tmp_path / "out")
     assert sorted(each.stem for each in (tmp_path / "runs").iterdir()) == ["step-000000003", "step-000000004"]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_shards_have_paths_as_each_python_names_them(tmp_path, monkeypatch):
+    """The index of shards holds the path of their folder, of a class that Python 3.13 keeps in another module."""
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    monkeypatch.setattr(type(tmp_path), "__module__", "pathlib._local")
+    train_for(1, tmp_path, every=1, sharded=True)
+    with checkpoints(tmp_path, sharded=True, model=nn.Linear(1, 1)) as resumed:
+        assert resumed.steps == 1
 
 
 def test_damaged_files_are_skipped(tmp_path, caplog):

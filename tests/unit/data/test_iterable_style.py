@@ -258,7 +258,7 @@ def test_augmentation_is_no_other_order(recwarn, order, collate, divides, worker
     next(batches), next(batches)
     resumed.load_state_dict(interrupted.state_dict())
     assert workers or repr(list(resumed)) != repr(list(batches))
-    assert not recwarn.list
+    assert not [each for each in recwarn if each.category is not DeprecationWarning]  # of a fork beside threads
 
 
 class Opaque:
