@@ -286,7 +286,13 @@ def room_of(path: str) -> str:
 
 def code_tokens(text: str) -> int:
     """Return the number of names, operators, numbers and strings: neither long lines nor short files change it."""
-    return sum(each.type in _CODE_TOKENS for each in tokenize.generate_tokens(io.StringIO(text).readline))
+    found = depth = 0
+    for each in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[each.type]
+        depth -= name == "FSTRING_END"  # from Python 3.12 on, an f-string is several tokens
+        found += not depth and (each.type in _CODE_TOKENS or name == "FSTRING_END")
+        depth += name == "FSTRING_START"
+    return found
 
 
 def rooms(sources: Sources, most: Mapping[str, int] = ROOMS) -> list[str]:
