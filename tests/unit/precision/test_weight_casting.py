@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import copy
-import io
-import pickle
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -49,7 +48,6 @@ class Net(nn.Module):
         self.position = nn.Parameter(torch.randn(6, 4))
         self.rnn = nn.GRU(4, 4, batch_first=True)
         self.linear = Watching(4, 4)
-        self.seen_bn: torch.dtype | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.bn(self.conv(x)).transpose(1, 2) + self.position
@@ -60,48 +58,52 @@ class Net(nn.Module):
 X = torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(0))
 
 
-def train(model: nn.Module, steps: int = 3) -> list[float]:
+def train(model: nn.Module, steps: int = 3) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
     for _ in range(steps):
-        loss = model(X).float().square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        model(X).float().square().mean().backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+
+
+def dtypes(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
+    return {each.dtype for each in tensors}
 
 
 def test_o2_computes_each_gradient_before_backward_goes_on_to_the_layer_below() -> None:
     """Casts run as soon as they can in backward, so that the all-reduce of their gradients starts."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     events: list[str] = []
-
-    def watch(index: int, layer: Any) -> None:
-        layer.weight.register_post_accumulate_grad_hook(lambda _: events.append(f"weight {index}"))
-        layer.register_full_backward_pre_hook(lambda *_: events.append(f"layer {index}"))
-
     with block(model, "O2"):
         for index, layer in enumerate(model):
-            watch(index, layer)
+            layer.weight.register_post_accumulate_grad_hook(lambda _, index=index: events.append(f"weight {index}"))
+            layer.register_full_backward_pre_hook(lambda *_, index=index: events.append(f"layer {index}"))
         model(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert events == ["layer 2", "weight 2", "layer 1", "weight 1", "layer 0", "weight 0"]
 
 
 def test_o2_computes_in_half_over_fp32_weights() -> None:
-    """Modules compute with half weights, batch norm with fp32 ones; optimizer, state and gradients stay fp32."""
+    """Modules compute with half weights, batch norm with fp32 ones; gradients, copies and the state stay fp32."""
     model = Net()
-    parameters = list(model.parameters())
-    seen: list[torch.dtype] = []
+    parameters, weight = list(model.parameters()), model.linear.weight
+    kinds = {module: type(module._parameters) for module in model.modules()}
+    seen: list[Any] = []
     model.bn.register_forward_hook(lambda bn, *_: seen.append(bn.weight.dtype))
+    # Hooks that run in backward with grad mode off read the parameter itself.
+    model.bn.register_full_backward_hook(lambda *_: seen.append(model.linear.weight is weight))
     with block(model, "O2"):
-        train(model)
-        assert set(model.linear.seen) == {HALF}
-        assert set(seen) == {torch.float32}
+        train(model, 1)
+        assert model.linear.seen == [HALF]
+        assert seen == [torch.float32, True]
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        assert {each.dtype for each in model.parameters()} == {torch.float32}
-        assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
-        assert "weight" not in model.linear.__dict__
+        assert dtypes([*model.parameters(), *(each.grad for each in model.parameters())]) == {torch.float32}
+        twin = copy.deepcopy(model)
+    assert {module: type(module._parameters) for module in model.modules()} == kinds
+    for each in (twin, model):
+        assert not each.linear._forward_pre_hooks
+        each.linear.seen = []
+        each(X)
+        assert each.linear.seen == [torch.float32]
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -140,42 +142,30 @@ def test_o2_is_autocast_where_only_products_have_weights() -> None:
         assert torch.equal(here.grad, there.grad)
 
 
-class Growing(nn.Linear):
-    """A layer that recomputes its forward, and may get another parameter."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: nn.Linear.forward(self, x) * getattr(self, "scale", 1), x, use_reentrant=False)
-
-
 def test_o2_recomputes_with_a_parameter_that_is_added_in_the_block() -> None:
     """A recomputed forward finds a parameter that the model got after an earlier backward."""
+
+    class Growing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: nn.Linear.forward(self, x) * getattr(self, "scale", 1), x, use_reentrant=False)
+
     model: Any = Growing(3, 2)
     with block(model, "O2"):
-        for _ in range(2):
-            model(torch.ones(1, 3)).sum().backward()
-            if not hasattr(model, "scale"):
-                model.scale = nn.Parameter(torch.ones(2))
+        model(torch.ones(1, 3)).sum().backward()
+        model.scale = nn.Parameter(torch.ones(2))
+        model(torch.ones(1, 3)).sum().backward()
     assert model.scale.grad is not None
 
 
-def test_o2_casts_again_in_a_checkpoint_that_autograd_grad_recomputes() -> None:
-    """torch.autograd.grad recomputes with half weights, as backward does."""
-
-    class Checkpointed(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    model, plain = Checkpointed().eval(), Net().eval()
-    found = []
-    for each in (model, plain):
-        with block(each, "O2"):
-            found.append(torch.autograd.grad(each(X).float().square().mean(), list(each.parameters())))
-    assert model.linear.seen == [HALF, HALF]
-    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
+def by_backward(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    loss.backward()
+    return [each.grad for each in parameters]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    ("reentrant", "gradients"), [(True, by_backward), (False, by_backward), (False, torch.autograd.grad)]
+)
+def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool, gradients: Callable[..., Any]) -> None:
     """A recomputed forward uses half weights too, and the gradients equal those without a checkpoint."""
 
     class Checkpointed(Net):
@@ -183,15 +173,14 @@ def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
             return checkpoint(super().forward, x, use_reentrant=reentrant)
 
     model, plain = Checkpointed().eval(), Net().eval()
-    x = X.clone().requires_grad_()
+    x, found = X.clone().requires_grad_(), []
     for each in (model, plain):
         with block(each, "O2"):
-            each(x).float().square().mean().backward()
+            found.append(list(gradients(each(x).float().square().mean(), list(each.parameters()))))
     assert model.linear.seen == [HALF, HALF]
     # A reentrant checkpoint casts a weight once per use, and adds its gradients in fp32 instead of half.
     rtol = 0.01 if reentrant else 0.0
-    for here, there in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(here.grad, there.grad, rtol=rtol, atol=rtol / 10)
+    torch.testing.assert_close(*found, rtol=rtol, atol=rtol / 10)
 
 
 @pytest.mark.parametrize(
@@ -223,55 +212,12 @@ def test_o2_restores_parameters_after_an_exception() -> None:
         assert model[1].weight.dtype is torch.float32
 
 
-def test_o2_copies_and_pickles_are_plain_models() -> None:
-    """A deep copy and a pickle made inside the block are plain fp32 models."""
-    model = Net()
-    with block(model, "O2"):
-        train(model, 1)
-        twin = copy.deepcopy(model)
-        loaded = pickle.loads(pickle.dumps(model))
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
-    for each in (twin, loaded, model):
-        assert not each.linear._forward_pre_hooks
-        assert each.linear.weight.dtype is torch.float32
-        each.linear.seen = []
-        each(X)
-        assert each.linear.seen == [torch.float32]
-
-
-def test_hooks_in_backward_get_the_parameter() -> None:
-    """Hooks that run in backward with grad mode off read the parameter itself, not a cast."""
-    model = Net()
-    seen: list[bool] = []
-    weight = model.linear.weight
-    model.bn.register_full_backward_hook(lambda *_: seen.append(model.linear.weight is weight))
-    before = {module: type(module._parameters) for module in model.modules()}
-    with block(model, "O2"):
-        model(X).sum().backward()
-    assert seen == [True]
-    assert {module: type(module._parameters) for module in model.modules()} == before
-
-
 def test_o2_with_parametrized_weights() -> None:
     """A parametrization computes its weight in fp32."""
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 1))
     with block(model, "O2"):
         model(torch.randn(4, 3)).sum().backward()
     assert model[0].parametrizations.weight.original.grad.dtype is torch.float32
-
-
-class InThread(threading.Thread):
-    """Runs a function in a separate thread, and stores its result."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.start()
-        self.join()
-
-    def run(self) -> None:
-        self.result = self.function()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -282,59 +228,51 @@ def test_a_replica_computes_in_half_on_its_own_thread(level: str) -> None:
     """
     model = Watching(4, 4)
     options = {"amp": Amp(level), "models": [model], "device": torch.device("cpu"), "world": World()}
-    with NativePrecision().open(**options) as session:
+    with NativePrecision().open(**options) as session, concurrent.futures.ThreadPoolExecutor(1) as thread:
         replica = model._replicate_for_data_parallel()
         replica._former_parameters = {}
         for name, each in model.named_parameters():
             replica._former_parameters[name] = each * 1
             setattr(replica, name, replica._former_parameters[name])
-
-        def run() -> tuple[torch.Tensor, bool, bool]:
-            before = torch.is_autocast_enabled("cpu")
-            return session.forward(replica.forward, torch.ones(2, 4)), before, torch.is_autocast_enabled("cpu")
-
-        out, before, after = InThread(run).result
+        out = thread.submit(session.forward, replica.forward, torch.ones(2, 4)).result()
+        assert not thread.submit(torch.is_autocast_enabled, "cpu").result()
         out.float().sum().backward()
-    assert (before, after) == (False, False)
     assert out.dtype is HALF
     assert replica.seen == [HALF if level == "O2" else torch.float32]
     assert model.weight.grad.dtype is torch.float32
     assert "weight" not in model.__dict__
 
 
-def test_o3_stores_models_in_half() -> None:
-    """All weights, also of batch norm, are half in the block; the same objects have their original dtypes after it."""
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_o3_stores_models_in_half(error: type[Exception] | None) -> None:
+    """All weights, of batch norm too, are half in the block; after it, or an error, the same objects are as before."""
     model = Net()
     model.register_buffer("wide", torch.ones(2, dtype=torch.float64))
     parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(X).square().mean().backward()
-    optimizer.step()
-    before = [each.detach().clone() for each in model.parameters()]
-    with block(model, "O3"):
-        assert {each.dtype for each in (*model.parameters(), model.bn.running_mean)} == {HALF}
-        loss = model(X).square().mean()
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def step() -> None:
         optimizer.zero_grad()
-        loss.backward()
-        assert model.bn.weight.grad.dtype is HALF
+        model(X).square().mean().backward()
         optimizer.step()
-        assert {each["momentum_buffer"].dtype for each in optimizer.state.values()} == {HALF}
+
+    def all_dtypes() -> list[set[torch.dtype]]:
+        momenta = [each["momentum_buffer"] for each in optimizer.state.values()]
+        gradients = [each.grad for each in model.parameters()]
+        return [dtypes([*model.parameters(), model.bn.running_mean]), dtypes(gradients), dtypes(momenta)]
+
+    step()
+    before = [each.detach().clone() for each in parameters]
+    with contextlib.suppress(RuntimeError), block(model, "O3"):
+        step()
+        assert all_dtypes() == [{HALF}] * 3
+        if error is not None:
+            raise error
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert {each.dtype for each in (*model.parameters(), model.bn.running_mean)} == {torch.float32}
-    assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
-    assert {each["momentum_buffer"].dtype for each in optimizer.state.values()} == {torch.float32}
+    assert all_dtypes() == [{torch.float32}] * 3
     assert model.wide.dtype is torch.float64
-    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-    model(X).square().mean().backward()
-    optimizer.step()
-
-
-def test_o3_restores_dtypes_after_an_exception() -> None:
-    """A block that raises leaves fp32 weights."""
-    model = Net()
-    with pytest.raises(RuntimeError, match="planted"), block(model, "O3"):
-        raise RuntimeError("planted")
-    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert any(not torch.equal(a, b) for a, b in zip(parameters, before, strict=True))
+    step()
 
 
 def test_parameters_that_are_removed_in_a_block_are_not_cast() -> None:
