@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 from checksum import checksum_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from parallelize import ConfigError, ParallelizeError, load, save
@@ -148,31 +146,19 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 class Hostile:
     """Runs a command when it is unpickled."""
 
-    def __init__(self, folder):
-        self.folder = folder
-
     def __reduce__(self):
-        return os.system, (f"touch {self.folder / 'run'}",)
+        return os.system, ("true",)
 
 
-@pytest.mark.parametrize("how", ["torch.save", "in a checkpoint", "pickle", "legacy"])
-def test_a_hostile_file_is_not_run(tmp_path, how):
-    """No code in a file is run; for a file in our format the error names the function that it would have called."""
-    hostile, path = Hostile(tmp_path), tmp_path / "a.pt"
-    if how == "pickle":
-        path.write_bytes(pickle.dumps(hostile))
-    elif how == "in a checkpoint":
-        save(path, a=1)
-        torch.save({**torch.load(path, weights_only=True), "a": hostile}, path)
-    else:
-        torch.save(hostile, path, _use_new_zipfile_serialization=how != "legacy")
-    with pytest.raises(ParallelizeError, match=r"posix.system|not a checkpoint") as caught:
-        load(path)
-    assert caught.value.faults[0].fix
-    assert not (tmp_path / "run").exists()
-    if how != "pickle":
-        torch.load(path, weights_only=False)  # would have run it
-        assert (tmp_path / "run").exists()
+def test_a_hostile_file_is_named_by_what_it_calls(tmp_path):
+    """The error of a file in our format names the function; that none runs code: test_faults.py."""
+    save(tmp_path / "a.pt", a=1)
+    torch.save({**torch.load(tmp_path / "a.pt", weights_only=True), "a": Hostile()}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Hostile()))
+    for name, what in (("a.pt", r"posix.system"), ("b.pt", "not a checkpoint")):
+        with pytest.raises(ParallelizeError, match=what) as caught:
+            load(tmp_path / name)
+        assert caught.value.faults[0].fix
 
 
 def test_other_files_are_rejected(tmp_path):
@@ -303,37 +289,6 @@ def test_equal_states_give_equal_files(tmp_path):
         (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
     host = os.uname().nodename.encode()
     assert b"X" + len(host).to_bytes(4, "little") + host not in pickled  # as a string; any file has two letters
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory):
-    """Return the bytes of a checkpoint file."""
-    path = tmp_path_factory.mktemp("intact") / "a.pt"
-    save(path, model=nn.Linear(40, 30), text="a" * 50, number=1 / 3)
-    return path.read_bytes()
-
-
-@settings(max_examples=300)
-@given(data=st.data())
-def test_damage_is_detected_or_harmless(tmp_path_factory, intact, data):
-    """A file with changed, removed or added bytes raises an error of this library or loads exactly what was saved."""
-    position = data.draw(st.integers(0, len(intact) - 1))
-    inserted = data.draw(st.binary(min_size=1, max_size=20))
-    rest = intact[position + len(inserted) :]
-    whole = [intact[:position], intact + inserted, inserted, b"PK\x03\x04" + inserted]
-    damaged = data.draw(st.sampled_from([intact[:position] + inserted + rest, intact[:position] + rest, *whole]))
-    path = tmp_path_factory.mktemp("damaged") / "a.pt"
-    path.write_bytes(damaged)
-    model = nn.Linear(40, 30)
-    before = model.weight.clone()
-    try:
-        found = load(path, model=model, rng=False)
-    except ParallelizeError:
-        assert torch.equal(model.weight, before)
-    else:  # padding between records and time stamps in the zip directory are not content
-        assert found == {"text": "a" * 50, "number": 1 / 3}
-        path.with_name("intact.pt").write_bytes(intact)
-        assert checksum_of(load(path, rng=False)) == checksum_of(load(path.with_name("intact.pt"), rng=False))
 
 
 @pytest.mark.parametrize("exists", [True, False])
