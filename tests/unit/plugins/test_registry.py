@@ -17,19 +17,14 @@ BASE_CLASSES = {"backends": Backend, "launchers": Launcher, "precision": Precisi
 
 @pytest.mark.parametrize("kind", BASE_CLASSES)
 def test_every_listed_name_is_found(kind):
-    """Every listed name belongs to a class of its kind with that name, and names are sorted."""
+    """Every listed name belongs to a class of its kind with that name; names are sorted, and have the default's."""
     names = registry.names(kind)
     assert list(names) == sorted(names)
+    assert set(names) & {"ddp", "native", "local"}
     for name in names:
         plugin = registry.find(kind, name)
         assert issubclass(plugin, BASE_CLASSES[kind])
         assert plugin.name == name
-
-
-def test_defaults_exist():
-    """The default backend and precision engine are among the plug-ins."""
-    assert "ddp" in registry.names("backends")
-    assert "native" in registry.names("precision")
 
 
 @pytest.mark.parametrize("name", ["", "dpp", "__init__", "ddp.DDPBackend", "..errors", "os", "é"])
@@ -99,21 +94,9 @@ def test_built_in_plug_ins_win():
 @pytest.mark.parametrize(
     ("name", "what", "why"),
     [
-        (
-            "absent",
-            "plug-in 'absent' (other_backend_that_is_not_there:Backend) cannot be imported: No module named",
-            "an installed distribution declares it in the entry point group parallelize.backends",
-        ),
-        (
-            "unnamed",
-            "plug-in 'unnamed' (other_backend:Nothing) cannot be imported: module 'other_backend' has no",
-            "an installed distribution declares it in the entry point group parallelize.backends",
-        ),
-        (
-            "function",
-            "plug-in 'function' (other_backend:function) is <function",
-            "an entry point of parallelize.backends must be a subclass of parallelize.plugins.base.Backend",
-        ),
+        ("absent", "(other_backend_that_is_not_there:Backend) cannot be imported: No module", "distribution declares"),
+        ("unnamed", "(other_backend:Nothing) cannot be imported: module 'other_backend' has no", "declares it in"),
+        ("function", "(other_backend:function) is <function", "must be a subclass of parallelize.plugins.base.Backend"),
     ],
 )
 def test_broken_distributions(name, what, why):
@@ -121,6 +104,7 @@ def test_broken_distributions(name, what, why):
     with pytest.raises(ConfigError) as caught:
         registry.find("backends", name)
     (fault,) = caught.value.faults
-    assert fault.what.startswith(what)
-    assert fault.why == why
+    assert fault.what.startswith(f"plug-in '{name}' {what}")
+    assert why in fault.why
+    assert "parallelize.backends" in fault.why
     assert fault.fix.startswith("update or remove")
