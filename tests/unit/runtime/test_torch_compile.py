@@ -39,28 +39,38 @@ def not_compiled(model: nn.Module) -> Callable[[], torch.Tensor]:
 
 
 def the_model(model: nn.Module) -> Callable[[], torch.Tensor]:
-    call = compiled(model)
-    return lambda: F.cross_entropy(call(X), Y)
+    return not_compiled(compiled(model))
 
 
 def the_loss(model: nn.Module) -> Callable[[], torch.Tensor]:
-    return compiled(lambda: F.cross_entropy(model(X), Y))
+    return compiled(not_compiled(model))
 
 
 def in_place(model: nn.Module) -> Callable[[], torch.Tensor]:
     model.compile(backend="eager")
-    return lambda: F.cross_entropy(model(X), Y)
+    return not_compiled(model)
 
 
+def past_the_limit(model: nn.Module) -> Callable[[], torch.Tensor]:
+    """Dynamo compiles the model no more, but runs it."""
+    call = compiled(model)
+    with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
+        for rows in (2, 3, 4, 5):
+            call(X[:rows])
+    return not_compiled(call)
+
+
+@pytest.mark.parametrize("is_before", [False, True], ids=["in the block", "before the block"])
 @pytest.mark.parametrize("amp", ["O1", "O2"])
-@pytest.mark.parametrize("what", [the_model, the_loss, in_place], ids=lambda each: each.__name__)
-def test_compiling_changes_nothing(what: Any, amp: str) -> None:
+@pytest.mark.parametrize("what", [the_model, the_loss, in_place, past_the_limit], ids=lambda each: each.__name__)
+def test_compiling_changes_nothing(what: Any, amp: str, is_before: bool) -> None:
     """Loss in fp32, gradients equal to those without compiling, autocast off after each step and after the block."""
     results = []
     for how in (not_compiled, what):
         model = net()
+        loss_of = how(model) if is_before else None
         with block(model, amp):
-            loss_of = how(model)
+            loss_of = loss_of or how(model)
             for _ in range(2):
                 loss = loss_of()
                 model.zero_grad()
@@ -68,32 +78,6 @@ def test_compiling_changes_nothing(what: Any, amp: str) -> None:
                 assert not torch.is_autocast_enabled("cpu")
         assert loss.dtype is torch.float32
         assert not torch.is_autocast_enabled("cpu")
-        results.append((loss.detach(), [each.grad for each in model.parameters()]))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
-
-
-def test_a_model_compiled_before_the_block() -> None:
-    """model.compile() before the block gives the same gradients."""
-    results = []
-    for how in (lambda model: None, lambda model: model.compile(backend="eager")):
-        model = net()
-        how(model)
-        with block(model, "bf16"):
-            F.cross_entropy(model(X), Y).backward()
-        results.append([each.grad for each in model.parameters()])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
-
-
-def test_a_model_past_the_limit_of_recompilations() -> None:
-    """A compiled model that dynamo compiles no more, but runs, gives the same loss and gradients."""
-    results = []
-    for how in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
-        model = net()
-        call = how(model)
-        with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False), block(model, "bf16"):
-            for rows in (2, 3, 4, 5):
-                loss = F.cross_entropy(call(X[:rows]), Y[:rows])
-                loss.backward()
         results.append((loss.detach(), [each.grad for each in model.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
 
