@@ -49,20 +49,16 @@ def test_the_earliest_exception_wins(order: list[int]) -> None:
     assert error.__notes__[0] == f"rank {order[0]} of 4 on host{order[0]} (pid {100 + order[0]}) raised it:"
 
 
-@pytest.mark.parametrize("line", [GLOO, NCCL])
-def test_an_exception_wins_over_lost_connections(line: str) -> None:
-    """A connection error that comes before the exception that caused it is secondary."""
-    error = error_of(lost_connection(0, 1.0, line), raised(2, 2.0), lost_connection(3, 0.5, line))
-    assert str(error) == "of 2"
-    assert error.__notes__[-1] == "the others: ranks 0, 3: lost the connection; rank 1: stopped"
-
-
 def secondary(rank: int, at: float) -> Outcome:
     return raised(rank, at, SyncError("save failed on rank 0", why="it writes", fix="see it", is_secondary=True))
 
 
-def test_an_exception_wins_over_secondary_errors() -> None:
-    """A secondary error is listed with its message among the other ranks."""
+@pytest.mark.parametrize("line", [GLOO, NCCL])
+def test_an_exception_wins_over_what_it_caused(line: str) -> None:
+    """A connection error that comes before the exception, and a secondary error, are listed among the other ranks."""
+    error = error_of(lost_connection(0, 1.0, line), raised(2, 2.0), lost_connection(3, 0.5, line))
+    assert str(error) == "of 2"
+    assert error.__notes__[-1] == "the others: ranks 0, 3: lost the connection; rank 1: stopped"
     error = error_of(secondary(1, 1.0), secondary(2, 1.0), raised(0, 2.0), world_size=3)
     assert str(error) == "of 0"
     assert error.__notes__[-1] == "the others: ranks 1-2: SyncError: save failed on rank 0"
@@ -101,35 +97,36 @@ def test_a_sync_error_that_explains_a_lost_connection_is_the_cause() -> None:
     assert error_of(explained, lost_connection(1, 1.0)) is error
 
 
-def test_a_rank_stopped_from_outside_is_the_cause() -> None:
-    """A SIGTERM that the agent did not send comes before the others are stopped."""
-    error = error_of(lost_connection(0, 2.0), stopped(1, 1.0), stopped(2, 2.5))
-    assert (error.rank, error.signal_name) == (1, "SIGTERM")
-
-
-def test_sys_exit_is_a_worker_error_with_its_code() -> None:
-    """SystemExit itself would end the caller without a message."""
+def test_exits_are_worker_errors() -> None:
+    """SystemExit itself would end the caller without a message; a SIGTERM that the agent did not send is a cause."""
     error = error_of(raised(0, 1.0, SystemExit(3)), stopped(1, 2.0))
     assert isinstance(error, WorkerError)
     assert error.exitcode == 3
     assert error_of(raised(0, 1.0, SystemExit("bye"))).exitcode == 1
     assert not was_stopped(raised(0, 1.0, SystemExit(3)))
+    error = error_of(lost_connection(0, 2.0), stopped(1, 1.0), stopped(2, 2.5))
+    assert (error.rank, error.signal_name) == (1, "SIGTERM")
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "name", "text"),
+    ("exitcode", "name", "text", "fix"),
     [
-        (-40, "signal 40", "was ended by signal 40"),  # real-time signals have no name
-        (-1, "SIGHUP", "was ended by SIGHUP"),
-        (0, None, "ended with exit code 0"),
-        (1, None, "ended with exit code 1"),
+        (-40, "signal 40", "was ended by signal 40", ""),  # real-time signals have no name
+        (-1, "SIGHUP", "was ended by SIGHUP", ""),
+        (0, None, "ended with exit code 0", ""),
+        (1, None, "ended with exit code 1", ""),
+        (-signal.SIGABRT, "SIGABRT", "was ended by SIGABRT", "NCCL's watchdog"),
+        (-signal.SIGABRT, "SIGABRT", "was ended by SIGABRT", "timeout="),
+        (-signal.SIGBUS, "SIGBUS", "was ended by SIGBUS", "/dev/shm"),  # which is full
     ],
 )
-def test_an_exit_code_is_described(exitcode: int, name: str | None, text: str) -> None:
-    """A negative one is a signal."""
+def test_an_exit_code_is_described(exitcode: int, name: str | None, text: str, fix: str) -> None:
+    """A negative one is a signal; the fix names its usual reason."""
     error = error_of(exited(0, 1.0, exitcode=exitcode))
+    assert isinstance(error, WorkerError)
     assert error.signal_name == name
     assert str(error).startswith(f"rank 0 on host0 {text}\n")
+    assert fix in error.faults[0].fix
 
 
 def test_many_ranks_are_one_line() -> None:
@@ -190,29 +187,15 @@ class UnprintableError(Exception):
         raise ValueError("no text")
 
 
-def test_an_unprintable_exception_of_another_rank_is_listed() -> None:
-    """Its type is shown where its text cannot be."""
-    error = error_of(raised(0, 1.0), raised(1, 2.0, UnprintableError(), ""), world_size=2)
+def test_errors_of_other_ranks_are_listed() -> None:
+    """By the first line, to 120 characters: a longer text would hide the ranks after it; by the type without a text."""
+    others = raised(1, 2.0, ValueError("x" * 121)), raised(2, 2.0, KeyError()), raised(3, 2.0, UnprintableError(), "")
+    error = error_of(raised(0, 1.0), *others)
     assert str(error) == "of 0"
-    assert error.__notes__[-1].startswith("the others: rank 1: UnprintableError: (no text: its __str__ raised")
-
-
-@pytest.mark.parametrize(
-    ("number", "named"),
-    [(signal.SIGABRT, "NCCL's watchdog"), (signal.SIGABRT, "timeout="), (signal.SIGBUS, "/dev/shm")],
-)
-def test_the_fix_names_the_usual_reason_of_a_signal(number: signal.Signals, named: str) -> None:
-    """NCCL's watchdog aborts the process; a full /dev/shm ends it in the middle of a write."""
-    error = error_of(exited(1, 1.0, -number))
-    assert isinstance(error, WorkerError)
-    assert error.signal_name == number.name
-    assert named in error.faults[0].fix
-
-
-def test_of_another_ranks_error_the_first_line_is_shown_to_120_characters() -> None:
-    """A longer text would hide the ranks after it."""
-    error = error_of(raised(0, 1.0), raised(1, 2.0, ValueError("x" * 121)), raised(2, 2.0, KeyError()), world_size=3)
-    assert error.__notes__[-1] == f"the others: rank 1: ValueError: {'x' * 120}; rank 2: KeyError"
+    assert error.__notes__[-1].startswith(
+        f"the others: rank 1: ValueError: {'x' * 120}; rank 2: KeyError; "
+        "rank 3: UnprintableError: (no text: its __str__ raised"
+    )
 
 
 def test_data_of_another_size_is_an_error_of_all_ranks() -> None:
