@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import threading
 from datetime import timedelta
@@ -81,8 +82,7 @@ def test_a_script_with_all_options(tmp_path: Path) -> None:
 def test_a_script_without_options(tmp_path: Path) -> None:
     """It requests nodes, tasks, the signal and requeueing, and sets the output file."""
     distributed(launcher="slurm", processes=2)(train).sbatch_script(tmp_path / "job.sh")
-    names = [line.split("--")[1].split("=")[0] for line in (tmp_path / "job.sh").read_text().splitlines()
-             if line.startswith("#SBATCH")]  # fmt: skip
+    names = re.findall(r"^#SBATCH --([\w-]+)", (tmp_path / "job.sh").read_text(), re.MULTILINE)
     assert names == ["job-name", "nodes", "ntasks-per-node", "signal", "requeue", "output", "open-mode"]
 
 
@@ -114,19 +114,13 @@ def test_times_are_formatted_for_slurm(value: Any, text: str, tmp_path: Path) ->
         ({"sbatch": {"nodes": 2}}, "'nodes'"),
         ({"sbatch": {"ntasks_per_node": 8}}, "'ntasks_per_node'"),
         ({"sbatch": {"gpus-per-task": 1}}, "'gpus-per-task'"),
+        ({"stop_before": "soon", "modules": "cuda"}, "2 faults"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], named: str) -> None:
-    """The constructor's error names the option and its value."""
-    with pytest.raises(ConfigError) as refused:
+    """The constructor's error names the option and its value, and all faults at once."""
+    with pytest.raises(ConfigError, match=named):
         SlurmLauncher(**options)
-    assert named in str(refused.value)
-
-
-def test_all_faults_come_at_once() -> None:
-    """Two wrong options are two faults in one error."""
-    with pytest.raises(ConfigError, match="2 faults"):
-        SlurmLauncher(stop_before="soon", modules="cuda")
 
 
 @pytest.mark.parametrize(
@@ -135,20 +129,15 @@ def test_all_faults_come_at_once() -> None:
 )
 def test_a_job_needs_numbers_of_gpus_or_processes(asked: dict[str, Any], named: str, tmp_path: Path) -> None:
     """A job cannot request all GPUs of an unknown node, or certain ones."""
-    with pytest.raises(ConfigError, match="launcher='slurm'") as refused:
+    with pytest.raises(ConfigError, match=f"(?s)launcher='slurm'.*{named}|{named}.*launcher='slurm'"):
         distributed(launcher="slurm", **asked)(train).sbatch_script(tmp_path / "job.sh")
-    assert named in str(refused.value)
 
 
 def test_the_plan_has_the_requests_gpus() -> None:
-    """The layout uses the requested GPUs, which this machine need not have; dp has one process per node."""
+    """The layout uses the requested GPUs, which this machine need not have; explain() shows it; dp has one process."""
     layout = SlurmLauncher().plan(Config.parse(gpus=4, num_nodes=2, launcher="slurm"))
     assert (layout.world_size, layout.device_type, layout.config.launcher) == (8, "cuda", None)
     assert SlurmLauncher().plan(Config.parse(backend="dp", gpus=4)).local_world_size == 1
-
-
-def test_explain_describes_the_job() -> None:
-    """explain() shows the processes of the job, and not the hardware of this machine."""
     text = distributed(launcher="slurm", gpus=4, num_nodes=2)(train).explain()
     assert "2 node(s) x 4 = 8" in text
     assert "2 node(s), by slurm" in text
@@ -162,19 +151,14 @@ def test_only_batch_launchers_submit(method: str, tmp_path: Path) -> None:
         getattr(distributed(processes=2)(train), method)(*argument)
 
 
-def test_a_machine_without_slurm_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without sbatch the error says to use a login node or to write the script."""
+def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without sbatch the error says to use a login node or to write the script; an argument is named before that."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    function = distributed(launcher=SlurmLauncher(folder=tmp_path), processes=1)(lambda lock=None: lock)
     with pytest.raises(LaunchError, match=r"no 'sbatch'.*\n.*\n.*sbatch_script"):
-        distributed(launcher=SlurmLauncher(folder=tmp_path), processes=1)(train).submit()
-
-
-def test_an_argument_that_cannot_be_pickled_is_refused_before_submission(tmp_path: Path) -> None:
-    """The error names the argument, and nothing is submitted."""
+        function.submit()
     with pytest.raises(ConfigError, match="argument 'lock'"):
-        distributed(launcher=SlurmLauncher(folder=tmp_path), processes=1)(lambda lock: lock).submit(
-            lock=threading.Lock()
-        )
+        function.submit(lock=threading.Lock())
 
 
 def test_a_job_does_not_inherit_the_job_around_it() -> None:
@@ -205,10 +189,13 @@ def test_an_unknown_job_is_not_an_unreachable_controller(
     """squeue and sacct are asked in this order; only if squeue has answered, the job may be unknown."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for command, text in answers.items():
-        path = tmp_path / command
-        path.write_text("#!/bin/sh\n" + ("echo no controller >&2; exit 1\n" if text is None else f"echo '{text}'\n"))
-        path.chmod(0o755)
+        executable(tmp_path / command, "echo no controller >&2; exit 1" if text is None else f"echo '{text}'")
     assert query_state("1") == expected
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def test_a_job_is_found_by_its_number_and_by_its_folder(tmp_path: Path) -> None:
@@ -221,15 +208,12 @@ def test_a_job_is_found_by_its_number_and_by_its_folder(tmp_path: Path) -> None:
 
 def test_a_job_id_leads_to_its_latest_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new cluster counts from 1 again. Only the user can access a job's files, since they are unpickled."""
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text("#!/bin/sh\necho 12\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    (tmp_path / "bin").mkdir()
+    executable(tmp_path / "bin" / "sbatch", "echo 12")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     function = distributed(launcher=SlurmLauncher(folder=tmp_path), processes=1)(lambda: 1)
     jobs = [function.submit() for _ in range(2)]
-    folders = [job.log.parent for job in jobs]
-    assert all(folder.stat().st_mode & 0o077 == 0 for folder in folders)
+    assert all(job.log.parent.stat().st_mode & 0o077 == 0 for job in jobs)
     assert Job.attach(12, tmp_path).log == jobs[1].log != jobs[0].log
 
 
