@@ -86,9 +86,8 @@ def test_options_leave_the_original_alone() -> None:
 
 def test_wrong_options_are_refused_where_they_are_written() -> None:
     """All faults are raised at decoration, in one error."""
-    with pytest.raises(ConfigError, match="2 faults") as caught:
+    with pytest.raises(ConfigError, match="2 faults"):
         distributed(backend="dpp", processes=0)
-    assert len(caught.value.faults) == 2
 
 
 def test_without_parentheses() -> None:
@@ -181,52 +180,31 @@ def test_pools_of_processes_call_functions_of_a_script(tmp_path: Path) -> None:
 
 def test_an_exception_in_this_process_is_unchanged() -> None:
     """An exception of a call in the calling process has its own traceback and no notes."""
-
-    @distributed(processes=1)
-    def fail() -> None:
-        raise KeyError("lr")
-
-    with pytest.raises(KeyError) as caught:
-        fail()
+    with pytest.raises(ZeroDivisionError) as caught:
+        distributed(processes=1)(lambda: 1 / 0)()
     assert not hasattr(caught.value, "__notes__")
     assert not dist.is_initialized()
 
 
 def test_a_call_inside_a_call_is_part_of_it() -> None:
     """A decorated function called in another one runs in the same processes, regardless of its own options."""
-
-    @distributed(processes=7)
-    def inner() -> int:
-        return dist.get_world_size()
-
-    @distributed(processes=1)
-    def outer() -> tuple[int, list[int]]:
-        return inner(), inner.all_ranks()
-
+    inner = distributed(processes=7)(dist.get_world_size)
+    outer = distributed(processes=1)(lambda: (inner(), inner.all_ranks()))
     assert outer() == (1, [1])
 
 
 def test_grad_mode_is_the_callers() -> None:
     """A call in the calling process runs in the caller's grad mode, which is thread-local."""
-
-    @distributed(processes=1)
-    def mode() -> bool:
-        return torch.is_grad_enabled()
-
     with torch.no_grad():
-        assert not mode()
-
-
-@distributed(processes=1)
-def read_attribute(name: str) -> object:
-    return getattr(torch.nn.Linear(1, 1), name)
+        assert not distributed(processes=1)(torch.is_grad_enabled)()
 
 
 @pytest.mark.parametrize(("name", "notes"), [("module", 1), ("modul", 0)])
 def test_ddps_attribute_module_is_explained(name: str, notes: int) -> None:
     """Code that was written for DistributedDataParallel reads it; another missing attribute has no note."""
+    read = distributed(processes=1)(lambda: getattr(torch.nn.Linear(1, 1), name))
     with pytest.raises(AttributeError) as caught:
-        read_attribute(name)
+        read()
     assert [*getattr(caught.value, "__notes__", [])] == [
         "a model in parallel_model is not wrapped: write model instead of model.module"
     ][:notes]
