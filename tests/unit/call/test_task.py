@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ def plain() -> int:
     return 1
 
 
-def layout() -> Layout:
-    return Layout(Config.parse(processes=2), 1, ((CPU,),) * 2)
+def layout(**options: Any) -> Layout:
+    return Layout(Config.parse(processes=2, **options), 1, ((CPU,),) * 2)
 
 
 def test_a_task_is_written_and_read(tmp_path: Path) -> None:
@@ -41,18 +42,14 @@ def uses_a_lock() -> bool:
     return lock.acquire(blocking=False)
 
 
-def test_globals_of_a_function_pickled_by_name_may_be_unpicklable(tmp_path: Path) -> None:
-    """They are not pickled, nor named in the error on an argument."""
+def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    """An argument or an option, but no global of a function that is pickled by name."""
     Task(uses_a_lock, (), {}, layout()).write(tmp_path / "task")
     with pytest.raises(ConfigError, match="argument 0 cannot be pickled"):
         Task(uses_a_lock, (lock,), {}, layout()).write(tmp_path / "task")
-
-
-def test_an_option_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    """Functions among the options are pickled with the call."""
-    config = Config.parse(processes=2, init_connection=functools.partial(print, lock))
+    connect = functools.partial(print, lock)
     with pytest.raises(ConfigError, match=r"option 'init_connection' cannot be pickled"):
-        Task(plain, (), {}, Layout(config, 1, ((CPU,),) * 2)).write(tmp_path / "task")
+        Task(plain, (), {}, layout(init_connection=connect)).write(tmp_path / "task")
 
 
 WORLD = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
@@ -99,20 +96,28 @@ def test_a_value_that_cannot_be_pickled_is_refused_when_written(tmp_path: Path) 
         Outcome.returned(WORLD, [1, lock]).write(tmp_path / "outcome")
 
 
-class SpeechlessError(Exception):
+class HoldsALockError(Exception):
     def __init__(self) -> None:
-        super().__init__("said")
+        super().__init__("held")
         self.lock = lock
 
+
+class SpeechlessError(HoldsALockError):
     def __str__(self) -> str:
         raise ValueError("nothing to say")
 
 
-def test_an_exception_whose_str_raises_is_replaced(tmp_path: Path) -> None:
-    """The error of its __str__ does not hide the exception."""
-    Outcome.raised(WORLD, SpeechlessError()).write(tmp_path / "outcome")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(HoldsALockError, "held"), (SpeechlessError, "(no text: its __str__ raised ValueError)")],
+)
+def test_an_exception_that_cannot_be_pickled_is_replaced(tmp_path: Path, kind: type[Exception], text: str) -> None:
+    """Its type and text are in the message of the WorkerError; an error of its __str__ does not hide it."""
+    Outcome.raised(WORLD, kind()).write(tmp_path / "outcome")
     error = Outcome.read(tmp_path / "outcome").error
-    assert str(error).startswith("SpeechlessError: (no text: its __str__ raised ValueError)\n")
+    assert isinstance(error, WorkerError)
+    assert str(error).startswith(f"{kind.__name__}: {text}\n")
+    assert "lock" in str(error)
 
 
 def test_an_exception_that_python_cannot_format_has_its_frames() -> None:
@@ -124,18 +129,3 @@ def test_an_exception_that_python_cannot_format_has_its_frames() -> None:
     assert text.startswith("Traceback (most recent call last):\n")
     assert 'raise SyntaxError("bad config"' in text
     assert "SyntaxError: bad config" in text
-
-
-class HoldsALockError(Exception):
-    def __init__(self) -> None:
-        super().__init__("held")
-        self.lock = lock
-
-
-def test_an_exception_that_cannot_be_pickled_is_replaced(tmp_path: Path) -> None:
-    """Its type and text are in the message of the WorkerError."""
-    Outcome.raised(WORLD, HoldsALockError()).write(tmp_path / "outcome")
-    error = Outcome.read(tmp_path / "outcome").error
-    assert isinstance(error, WorkerError)
-    assert str(error).startswith("HoldsALockError: held\n")
-    assert "lock" in str(error)
