@@ -71,34 +71,23 @@ def test_only_the_users_frames_and_the_innermost_ones_of_torch_are_left() -> Non
     assert functions(raised_by(nested).__traceback__) == ["raised_by", "nested", "fail_in_forward", "forward"]
 
 
-def script_without_a_decorator() -> None:
-    model = torch.nn.Linear(3, 1)
-    with parallel_model(model):
-        model(torch.ones(2, 4))
-
-
-@distributed(processes=1)
-def unknown_tail() -> None:
-    shard_loader([1], tail="exac")  # type: ignore[arg-type]  # the mistake
-
-
 @needs_reraise
 def test_a_block_of_a_script_is_folded() -> None:
     """A script under torchrun decorates no function."""
-    assert functions(raised_by(script_without_a_decorator).__traceback__) == [
-        "raised_by",
-        "script_without_a_decorator",
-        "forward",
-    ]
+    shown = functions(raised_by(fail_in_forward.__wrapped__).__traceback__)
+    assert shown == ["raised_by", "fail_in_forward", "forward"]
 
 
 @needs_reraise
 def test_invalid_options_are_shown_at_the_users_line() -> None:
     """No frame of the parser, or of a dataclass that has the options, follows the user's line."""
-    assert functions(raised_by(lambda: distributed(2)).__traceback__) == ["raised_by", "<lambda>"]
-    assert functions(raised_by(unknown_tail).__traceback__) == ["raised_by", "unknown_tail"]
-    assert functions(raised_by(lambda: distributed(backend="dpp")).__traceback__) == ["raised_by", "<lambda>"]
-    assert functions(raised_by(lambda: nested.options(gpus="x")).__traceback__) == ["raised_by", "<lambda>"]
+    for mistake in (
+        lambda: distributed(2),
+        lambda: distributed(backend="dpp"),
+        lambda: nested.options(gpus="x"),
+        distributed(processes=1)(lambda: shard_loader([1], tail="exac")),
+    ):
+        assert functions(raised_by(mistake).__traceback__) == ["raised_by", "<lambda>"]
     assert functions(raised_by(nested.options(processes=None, gpus=512)).__traceback__) == ["raised_by"]
 
 
@@ -137,31 +126,20 @@ def test_full_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_traceback_without_frames_to_fold_is_the_same_object() -> None:
-    """An exception that the user is handling, which is the context of another one, is not rebuilt."""
+    """An exception that the user is handling is not rebuilt; one without a frame of the user has none."""
     trace = raised_by(lambda: 1 / 0).__traceback__
     assert in_users_code(trace) is trace
     assert in_users_code(None) is None
-
-
-def test_an_exception_without_a_frame_of_the_user_has_none() -> None:
-    """The frames of an error in this package's own code, as of a full disk, are all folded."""
     assert in_users_code(raised_by(functools.partial(list_ranks, 8)).__traceback__.tb_next) is None
 
 
 @needs_reraise
 def test_a_defect_of_this_package_is_shown() -> None:
-    """An undocumented exception keeps the frame that raises it, unlike a documented one."""
+    """An undocumented exception keeps the frame that raises it, also as the cause of the user's own."""
 
     @distributed(processes=1)
     def defect() -> None:
         list_ranks(8)  # type: ignore[arg-type]  # the defect
-
-    assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "list_ranks"]
-
-
-@needs_reraise
-def test_a_defect_that_causes_another_exception_is_shown() -> None:
-    """The user's program may catch it, and raise its own."""
 
     @distributed(processes=1)
     def wrapped() -> None:
@@ -170,6 +148,7 @@ def test_a_defect_that_causes_another_exception_is_shown() -> None:
         except TypeError as error:
             raise LookupError("outer") from error
 
+    assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "list_ranks"]
     cause = raised_by(wrapped).__cause__
     assert cause is not None
     assert functions(cause.__traceback__) == ["wrapped", "list_ranks"]
