@@ -55,39 +55,23 @@ def test_the_allocation_is_read(environ: dict[str, str], expected: Allocation | 
     assert current_allocation(environ) == expected
 
 
-def test_a_task_takes_nodes_and_gpus_from_the_allocation() -> None:
-    """A request without numbers runs on the allocation's two nodes with two GPUs each, as the task's rank."""
+def test_the_layout_takes_nodes_and_gpus_from_the_allocation() -> None:
+    """A task is a rank on all of it; a shell by `srun --pty` starts its processes, on as many GPUs as the job has."""
     layout = place(Config.parse(), TWO_GPUS, TASK)
     assert layout.world is not None
     assert (layout.world.rank, layout.num_nodes, layout.local_world_size) == (2, 2, 2)
-
-
-def test_gpus_of_other_jobs_are_left_alone() -> None:
-    """Where Slurm hides no GPUs, a call in a one-node shell uses as many as the job has."""
     assert place(Config.parse(), EIGHT_GPUS, SHELL).local_world_size == 2
-
-
-def test_a_shell_on_a_compute_node_launches_by_itself() -> None:
-    """`srun --pty` is no rank of a run, however many tasks its job has."""
     layout = place(Config.parse(processes=2), CPU, SHELL)
     assert (layout.world, layout.node, layout.num_nodes) == (None, None, 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_nodes": 2}])
-def test_a_job_script_without_srun_is_refused_on_several_nodes(options: dict[str, int]) -> None:
-    """The error has the job's number and the line to use instead."""
-    with pytest.raises(ConfigError, match="in one process of Slurm job 65") as refused:
-        place(Config.parse(processes=2, **options), CPU, BATCH)
-    assert "start it as srun --nodes=2 --ntasks-per-node=2 python train.py" in str(refused.value)
-
-
-def test_a_job_script_without_srun_may_use_its_own_node() -> None:
-    """num_nodes=1 runs the call on the first node."""
+def test_a_job_script_without_srun_is_refused_on_several_nodes() -> None:
+    """The error has the job's number and the line to use; its own node, or a rendezvous of the user, is accepted."""
+    message = "(?s)in one process of Slurm job 65.*start it as srun --nodes=2 --ntasks-per-node=2 python train.py"
+    for options in ({}, {"num_nodes": 2}):
+        with pytest.raises(ConfigError, match=message):
+            place(Config.parse(processes=2, **options), CPU, BATCH)
     assert place(Config.parse(processes=2, num_nodes=1), CPU, BATCH).world_size == 2
-
-
-def test_a_job_script_may_set_the_rendezvous() -> None:
-    """With MASTER_ADDR and MASTER_PORT the user starts the nodes, so several nodes are accepted."""
     rendezvous = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
     assert place(Config.parse(processes=2, num_nodes=2), CPU, {**BATCH, **rendezvous}).node is not None
 
