@@ -37,11 +37,6 @@ def gather(*outputs: Any, samples: list[int] | None = None, number: object = Non
     return gather_outputs(outputs, inputs, device=CPU)
 
 
-def test_tensors_are_joined_along_the_first_dimension() -> None:
-    """In the order of the replicas; the last output may be smaller."""
-    assert torch.equal(gather(torch.zeros(2, 3), torch.ones(1, 3)), torch.tensor([[0.0] * 3, [0.0] * 3, [1.0] * 3]))
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -53,10 +48,10 @@ def test_tensors_are_joined_along_the_first_dimension() -> None:
     ],
     ids=["tuple", "dict", "named tuple", "dataclass", "model output"],
 )
-def test_containers_keep_their_type(wrap: Any) -> None:
-    """Tuples, dictionaries, named tuples, dataclasses and dictionaries that refuse update."""
-    expected = wrap(torch.arange(3.0))
-    result = gather(wrap(torch.arange(2.0)), wrap(torch.tensor([2.0])))
+def test_tensors_are_joined_and_containers_keep_their_type(wrap: Any) -> None:
+    """Along the first dimension, in the order of the replicas; the last output may be smaller."""
+    expected = wrap(torch.arange(6.0).view(3, 2))
+    result = gather(wrap(torch.arange(4.0).view(2, 2)), wrap(torch.tensor([[4.0, 5.0]])))
     assert type(result) is type(expected)
     if isinstance(expected, ModelOutput):
         assert torch.equal(result.logits, expected.logits)
@@ -137,13 +132,9 @@ def test_penalties_are_not_added_up() -> None:
     assert gather(weight.exp().sum().log(), 0 * weight.sum().sin(), samples=[3, 1]).item() == pytest.approx(1.574, 1e-3)
 
 
-def test_leaves_that_are_no_tensors_are_the_first_replicas() -> None:
-    """Strings, numbers and None are the same on every replica."""
+def test_other_leaves() -> None:
+    """Strings, numbers and None are the first replica's; integers without dimensions are stacked, as in torch."""
     assert gather((torch.ones(1), None, "name", 3), (torch.ones(1), None, "name", 3))[1:] == (None, "name", 3)
-
-
-def test_integers_without_dimensions_are_stacked() -> None:
-    """A count may need to be added or averaged, so that each replica's value is kept, as in torch."""
     assert gather(torch.tensor(3), torch.tensor(4)).tolist() == [3, 4]
 
 
