@@ -11,84 +11,41 @@ pytestmark = pytest.mark.slow
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
+
+SLEEP = "import time; time.sleep(600)"
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}])"
+FORK = "multiprocessing.get_context('forkserver').Process"
+# Modules to import, the lines of a test, and what the guard says
 LEAKS = {
     "child process": (
-        """
-        import subprocess, sys
-        def test_it():
-            global kept
-            kept = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        """,
+        "subprocess, sys",
+        f"global kept; kept = subprocess.Popen([sys.executable, '-c', {SLEEP!r}])",
         "process *time.sleep(600)*",
     ),
     "orphan": (
-        """
-        import subprocess, sys
-        def test_it():
-            child = "import time; time.sleep(600)"
-            parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
-            subprocess.run([sys.executable, "-c", parent], check=True)
-        """,
+        "subprocess, sys",
+        f"subprocess.run([sys.executable, '-c', {PARENT!r}], check=True)",
         "process *time.sleep(600)*",
     ),
     "child of the fork server": (
-        """
-        import multiprocessing, time
-        def test_it():
-            global kept
-            kept = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
-            kept.start()
-        """,
+        "multiprocessing, time",
+        f"global kept; kept = {FORK}(target=time.sleep, args=(600,)); kept.start()",
         "process *forkserver*",
     ),
     "thread": (
-        """
-        import threading
-        def test_it():
-            threading.Thread(target=threading.Event().wait, name="lasting", daemon=True).start()
-        """,
+        "threading",
+        "threading.Thread(target=threading.Event().wait, name='lasting', daemon=True).start()",
         "thread 'lasting' (Thread)",
     ),
     "process group": (
-        """
-        import torch.distributed as dist
-        def test_it():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        """,
+        "torch.distributed as dist",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         "an initialised process group of 1",
     ),
-    "new variable": (
-        """
-        import os
-        def test_it():
-            os.environ["LEFT"] = "1"
-        """,
-        "variable LEFT: None became '1'",
-    ),
-    "removed variable": (
-        """
-        import os
-        def test_it():
-            del os.environ["GIVEN"]
-        """,
-        "variable GIVEN: 'yes' became None",
-    ),
-    "signal handler": (
-        """
-        import signal
-        def test_it():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        """,
-        "handler of SIGTERM: *SIG_IGN*",
-    ),
-    "import path": (
-        """
-        import sys
-        def test_it():
-            sys.path.insert(0, "/elsewhere")
-        """,
-        "sys.path: '/elsewhere' was added or removed",
-    ),
+    "new variable": ("os", "os.environ['LEFT'] = '1'", "variable LEFT: None became '1'"),
+    "removed variable": ("os", "del os.environ['GIVEN']", "variable GIVEN: 'yes' became None"),
+    "signal handler": ("signal", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "handler of SIGTERM: *SIG_IGN*"),
+    "import path": ("sys", "sys.path.insert(0, '/elsewhere')", "sys.path: '/elsewhere' was added or removed"),
 }
 
 HARMLESS = """
@@ -118,13 +75,18 @@ def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Calla
     return run
 
 
+def leaking(leak: str) -> str:
+    """Return a test file."""
+    modules, body, _ = LEAKS[leak]
+    return f"import {modules}\ndef test_it():\n    {body}\n"
+
+
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_fails_its_test(leak: str, guarded: Callable[[str], pytest.RunResult]) -> None:
     """A test that leaks has an error that names the leak."""
-    source, named = LEAKS[leak]
-    result = guarded(source)
+    result = guarded(leaking(leak))
     result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*left behind:*", f"*{named}"])
+    result.stdout.fnmatch_lines(["*left behind:*", f"*{LEAKS[leak][-1]}"])
 
 
 def test_cleaned_up_resources_are_no_leak(guarded: Callable[[str], pytest.RunResult]) -> None:
@@ -134,12 +96,8 @@ def test_cleaned_up_resources_are_no_leak(guarded: Callable[[str], pytest.RunRes
 
 def test_a_leak_does_not_fail_the_next_test(guarded: Callable[[str], pytest.RunResult]) -> None:
     """A leak of one test is cleaned up before the next one starts."""
-    first, _ = LEAKS["new variable"]
-    second = """
-        def test_next():
-            assert "LEFT" not in os.environ
-        """
-    guarded(first + second).assert_outcomes(passed=2, errors=1)
+    second = "def test_next():\n    assert 'LEFT' not in os.environ\n"
+    guarded(leaking("new variable") + second).assert_outcomes(passed=2, errors=1)
 
 
 @pytest.mark.parametrize("how", ["file", "-c", "stdin"])
