@@ -33,13 +33,9 @@ def write_scontrol(scontrol: Path, text: str) -> None:
     scontrol.chmod(0o755)
 
 
-def test_a_name_that_resolves_is_kept() -> None:
-    """localhost is returned unchanged."""
+def test_slurm_is_asked_for_a_name_that_does_not_resolve(scontrol: Path) -> None:
+    """Its NodeAddr is used; localhost is returned unchanged."""
     assert resolvable_address("localhost") == "localhost"
-
-
-def test_slurm_is_asked_for_a_name_that_does_not(scontrol: Path) -> None:
-    """Slurm's NodeAddr is used for a name that does not resolve."""
     write_scontrol(scontrol, "NodeName=n1 Arch=x86_64 NodeAddr=127.0.0.9 NodeHostName=n1")
     assert resolvable_address(UNKNOWN_HOST) == "127.0.0.9"
 
@@ -56,12 +52,8 @@ def test_an_unknown_host_is_an_error(scontrol: Path, text: str | None) -> None:
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="needs IPv6")
 def test_interfaces_are_found_by_addresses_of_both_kinds() -> None:
     """The loopback has one of each; gloo needs no interface for it, unless the machine has no IPv4."""
-    assert [interface_of(address) for address in ("127.0.0.1", "::1", "192.0.2.1", "2001:db8::1")] == [
-        "lo",
-        "lo",
-        None,
-        None,
-    ]
+    found = [interface_of(address) for address in ("127.0.0.1", "::1", "192.0.2.1", "2001:db8::1")]
+    assert found == ["lo", "lo", None, None]
     assert gloo_interface("127.0.0.1") is None
 
 
