@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
 
 import pytest
 
 from parallelize import ConfigError, distributed
 from parallelize.cluster.devices import Hardware
+from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.explain import explain
 from parallelize.config.layout import compute_layout
@@ -61,34 +61,24 @@ def test_each_process_has_its_gpus_on_a_line() -> None:
 
 
 def test_another_machine() -> None:
-    """A call for GPUs that this machine lacks is explained for a machine that has them."""
+    """A call for GPUs that this machine lacks is explained for a machine that has them; else it raises as the call."""
     explained = train.options(gpus=8, num_nodes=2).explain(gpus=8)
     assert rows(explained)["processes"] == "2 node(s) x 8 = 16"
-    with pytest.raises(ConfigError, match="gpus=8"):
-        train.options(gpus=8).explain(gpus=4)
+    many = train.options(gpus=99)
+    for refused in (many, many.explain, lambda: many.explain(gpus=4)):
+        with pytest.raises(ConfigError, match="gpus=99"):
+            refused()
 
 
-def test_one_process_starts_nothing() -> None:
-    """A call with one process runs in the calling process."""
+def test_one_process_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with one process runs in the calling process, and under torchrun the rank is shown."""
     assert rows(train.options(processes=1).explain())["starts"] == "nothing: runs in the calling process"
+    for name, value in World(1, 1, 0, 2, 2, "127.0.0.1", 29500).env().items():
+        monkeypatch.setenv(name, value)
+    assert rows(train.explain())["starts"] == "nothing: a launcher has started this process as rank 1 of 2"
 
 
 def test_variables_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """PARALLELIZE_ variables are applied, as in a call."""
     monkeypatch.setenv("PARALLELIZE_PROCESSES", "3")
     assert rows(train.explain())["processes"] == "1 node(s) x 3 = 3"
-
-
-def test_a_launcher_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun the rank is shown, and no process would be started."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    for name, value in zip(names, ("1", "1", "2", "2", "127.0.0.1", "29500"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert rows(train.explain())["starts"] == "nothing: a launcher has started this process as rank 1 of 2"
-
-
-@pytest.mark.parametrize("refused", [lambda: train.options(gpus=99).explain(), train.options(gpus=99)])
-def test_explain_raises_as_a_call_does(refused: Callable[[], object]) -> None:
-    """`explain` and the call raise the same error, before anything starts."""
-    with pytest.raises(ConfigError, match="gpus=99"):
-        refused()
