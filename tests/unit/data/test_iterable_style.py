@@ -407,28 +407,35 @@ def foreign(package, name, base=IterableDataset, **attributes):
     return types.new_class(name, (base,), exec_body=lambda namespace: namespace.update(body))()
 
 
+def first(batches):
+    return next(iter(batches))
+
+
 @pytest.mark.parametrize(
-    ("dataset", "message"),
+    ("dataset", "read", "message"),
     [
         (
             foreign("litdata", "StreamingDataset", distributed_env=types.SimpleNamespace(world_size=1)),
+            first,
             "StreamingDataset was sharded over 1 processes, in a world of 2",
         ),
         (
             Opened(lambda: range(getattr(get_worker_info(), "id", 0), LENGTH, 4)),
+            first,
             r"Opened reads get_worker_info\(\) only for its id",
         ),
         # One of two chained datasets shards itself by worker: the other's samples would come often, or its own not.
         (
             ChainDataset([Stream(), Opened(in_blocks)]),
+            list,
             r"ChainDataset reads get_worker_info.* after its first sample",
         ),
     ],
 )
-def test_what_may_shard_itself_is_refused_with_the_fix(dataset, message):
-    """By the end of the epoch; tests/worlds/test_data_order.py has what ranks find by comparing samples."""
+def test_what_may_shard_itself_is_refused_with_the_fix(dataset, read, message):
+    """Before a batch, if that is known; tests/worlds/test_data_order.py has what ranks find by comparing samples."""
     with as_rank(0, 2), pytest.raises(ConfigError, match=message) as caught:
-        list(shard_loader(DataLoader(dataset)))
+        read(shard_loader(DataLoader(dataset)))
     assert caught.value.faults[0].fix
 
 
