@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -24,13 +25,16 @@ from worlds.two_hosts import Host, missing, two_hosts
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, threading, time
 import torch, torch.distributed as dist
 from parallelize import distributed, rank
 from parallelize.launchers.local.plugin import LocalLauncher
 
 what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 options = dict(processes=2, num_nodes=2, timeout=60) | json.loads(sys.argv[3])
+fails = options.pop("fails", 1)  # in how many attempts rank 3 does
+if what == "own request":
+    options["processes"] = 1 + int(os.environ["NODE_RANK"])
 if "heartbeat_timeout" in options:
     options["launcher"] = LocalLauncher(heartbeat_timeout=options.pop("heartbeat_timeout"))
 
@@ -43,7 +47,7 @@ def train(factor=1):
     dist.all_reduce(total)
     (folder / f"pid.{rank()}").write_text(str(os.getpid()))
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if rank() == 3 and attempt < options.get("fails", 1):
+    if rank() == 3 and attempt < fails:
         if what == "raise":
             raise Boom("rank 3 of attempt", attempt)
         if what == "kill":
@@ -65,7 +69,12 @@ try:
     if what == "large":
         result["value"] = len(distributed(**options)(lambda: b"x" * 20_000_000)())
     else:
-        result["value"] = train(factor=2)
+        if what == "fails alone" and os.environ["NODE_RANK"] == "1":
+            try:
+                train(factor=threading.Lock())
+            except Exception as error:
+                assert "cannot be pickled" in str(error), error
+        result["value"] = train(factor=os.getpid() if what == "own argument" else 2)
         result["all"] = distributed(**options | {"timeout": 21})(train.__wrapped__).all_ranks(factor=1)
 except BaseException as error:
     result["error"] = type(error).__name__
@@ -80,41 +89,52 @@ class Nodes:
     """Starts the same script once per node and reads their results."""
 
     folder: Path
+    port: int = field(default_factory=free_port)
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
-        self,
-        what: str,
-        *,
-        options: Mapping[str, Any] | None = None,
-        environ: Mapping[str, str],
-        on: Host | None = None,
-    ) -> subprocess.Popen[str]:
+        self, what: str, *numbers: int | Mapping[str, str], on: Sequence[Host] = (), **options: Any
+    ) -> list[subprocess.Popen[str]]:
+        """Start nodes on loopback, each with its NODE_RANK or with variables, or with the variables `on` hosts."""
         script = self.folder / "script.py"
         if not script.exists():  # a node that has been started may be reading it
             script.write_text(SCRIPT)
-        command = [sys.executable, str(script), what, str(self.folder), json.dumps(dict(options or {}))]
-        process = subprocess.Popen(
-            on.command(*command) if on else command,
-            env={**os.environ, **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.running.append(process)
-        return process
+        command = [sys.executable, str(script), what, str(self.folder), json.dumps(options)]
+        started = []
+        for number, host in itertools.zip_longest(numbers, on):
+            variables = {"NODE_RANK": str(number)} if isinstance(number, int) else number
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+            started.append(
+                subprocess.Popen(
+                    host.command(*command) if host else command,
+                    env={key: each for key, each in {**os.environ, **address, **variables}.items() if each},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        self.running += started
+        return started
 
-    def result(self, process: subprocess.Popen[str], timeout_s: float = 90.0) -> dict[str, Any]:
-        out, err = process.communicate(timeout=timeout_s)
-        assert out.strip(), err
-        result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-        return result
-
-    def worker_pids(self, count: int) -> list[int]:
+    def worker_pids(self, count: int = 4) -> list[int]:
         """Return the process ids of all workers, once they are connected."""
         files = [self.folder / f"pid.{rank}" for rank in range(count)]
         wait_for(lambda: all(file.exists() and file.read_text() for file in files), timeout_s=90)
         return [int(file.read_text()) for file in files]
+
+
+def results(started: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    found = []
+    for process in started:
+        out, err = process.communicate(timeout=90)
+        assert out.strip(), err
+        found.append(json.loads(out.strip().splitlines()[-1]))
+    return found
+
+
+def errors(started: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """Return the type and the text of each node's error."""
+    return [(each["error"], each["text"]) for each in results(started)]
 
 
 @pytest.fixture
@@ -133,16 +153,6 @@ def wait_for(fact: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def on_loopback(node_rank: int | None, port: int) -> dict[str, str]:
-    number = {} if node_rank is None else {"NODE_RANK": str(node_rank)}
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **number}
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port()
-
-
 def running_pids(pids: Sequence[int]) -> list[int]:
     """Return those that still run; a zombie process does not."""
     found = []
@@ -153,162 +163,108 @@ def running_pids(pids: Sequence[int]) -> list[int]:
     return found
 
 
+VALUE = [12.0, 0, 0, 0, 0]
 ALL_RANKS = [[6.0, 0, 0, 0, 0], [6.0, 1, 0, 1, 0], [6.0, 2, 1, 0, 0], [6.0, 3, 1, 1, 0]]
+RETURNED = {"value": VALUE, "all": ALL_RANKS}
+
+MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+# what the script does, the nodes, the result of each
+VALUES: dict[str, tuple[str, Sequence[int | Mapping[str, str]], dict[str, Any]]] = {
+    "numbered": ("return", (0, 1), RETURNED),
+    "unnumbered": ("return", ({}, {}), RETURNED),
+    "one process of mpirun per node": ("return", [{**MPI, "OMPI_COMM_WORLD_RANK": each} for each in "01"], RETURNED),
+    "a node had failed alone, in a call before": ("fails alone", (0, 1), RETURNED),
+    "20 MB, although the store limits values to 8 MB": ("large", (0, 1), {"value": 20_000_000}),
+}
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (None, None)], ids=["numbered", "unnumbered"])
-def test_every_node_gets_rank_0s_value(nodes: Nodes, port: int, numbers: Sequence[int | None]) -> None:
-    """Two calls with different timeouts return rank 0's value and all ranks' values, with and without NODE_RANK."""
-    started = [nodes.start("return", environ=on_loopback(number, port)) for number in numbers]
-    for process in started:
-        result = nodes.result(process)
-        assert result == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
+@pytest.mark.parametrize("how", VALUES)
+def test_every_node_gets_rank_0s_value(nodes: Nodes, how: str) -> None:
+    """Two calls with different timeouts return rank 0's value and all ranks' values, however the nodes are started."""
+    what, numbers, expected = VALUES[how]
+    assert results(nodes.start(what, *numbers)) == [expected] * 2
 
 
-def test_one_mpi_process_per_node_starts_the_workers(nodes: Nodes, port: int) -> None:
-    """The only process that mpirun starts on a node starts the two requested workers there."""
-    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    started = [
-        nodes.start("return", environ={**on_loopback(None, port), **mpi, "OMPI_COMM_WORLD_RANK": str(number)})
-        for number in (0, 1)
-    ]
-    for process in started:
-        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
+def test_a_restart_includes_all_nodes(nodes: Nodes) -> None:
+    """With max_restarts=1 a failure on one node restarts the workers of both, and the call succeeds."""
+    assert [each["value"] for each in results(nodes.start("raise", 0, 1, max_restarts=1))] == [[12.0, 0, 0, 0, 1]] * 2
 
 
-def test_large_values_reach_other_nodes(nodes: Nodes, port: int) -> None:
-    """A value of 20 MB reaches the other node, although the store limits values to 8 MB."""
-    started = [nodes.start("large", environ=on_loopback(number, port)) for number in (0, 1)]
-    assert [nodes.result(process) for process in started] == [{"value": 20_000_000}] * 2
+# what the script does, the nodes, options, the error on each of them, parts of its text
+ERRORS: dict[str, tuple[str, Sequence[int | Mapping[str, str]], dict[str, Any], str, Sequence[str]]] = {
+    "a node is missing": (
+        "return",
+        (0,),
+        {"timeout": 2},
+        "LaunchError",
+        ["1 of 2 nodes joined within 2 s: node 0 from {host}", "node 1 is missing"],
+    ),
+    "node 0 is missing": ("return", (1,), {"timeout": 2}, "LaunchError", ["no node 0 at 127.0.0.1:{port} within 2 s"]),
+    "no address": ("return", ({"MASTER_ADDR": ""},), {}, "ConfigError", ["MASTER_ADDR=<address of node 0>"]),
+    "other requests": ("own request", (0, 1), {}, "ConfigError", ["2 nodes x 1 processes", "2 nodes x 2 processes"]),
+    "other arguments": (  # each trained with its own, in silence
+        "own argument",
+        (0, 1),
+        {},
+        "ConfigError",
+        ["argument 'factor' differs between the nodes", "node {number} ({host}): {pid}"],
+    ),
+    "the last restart fails, too": (
+        "raise",
+        (0, 1),
+        {"max_restarts": 1, "fails": 2},
+        "Boom",
+        ["attempt 0 had failed with Boom"],
+    ),
+}
+LONG = {"node 0 is missing", "the last restart fails, too"}
+
+
+@pytest.mark.parametrize("why", [pytest.param(each, marks=[pytest.mark.soak] * (each in LONG)) for each in ERRORS])
+def test_the_error_on_every_node_says_why(nodes: Nodes, why: str) -> None:
+    """Which nodes are missing, or how they differ, and what earlier attempts raised."""
+    what, numbers, options, error, texts = ERRORS[why]
+    started = nodes.start(what, *numbers, **options)
+    for number, (found, text) in enumerate(errors(started)):
+        assert found == error
+        for each in texts:
+            known = {"host": socket.gethostname(), "port": nodes.port, "number": number, "pid": started[number].pid}
+            assert each.format(**known) in text
 
 
 @pytest.mark.parametrize(("what", "error"), [("raise", "Boom"), ("kill", "WorkerError")])
-def test_failure_reaches_sleeping_nodes(nodes: Nodes, port: int, what: str, error: str) -> None:
+def test_failure_reaches_sleeping_nodes(nodes: Nodes, what: str, error: str) -> None:
     """Rank 3 fails while all others sleep: both nodes raise the same error, and no worker is left."""
-    started = [nodes.start(what, environ=on_loopback(number, port)) for number in (0, 1)]
-    pids = nodes.worker_pids(4)
-    for process in started:
-        result = nodes.result(process)
-        assert result["error"] == error
-        assert "rank 3" in result["text"]
-        assert "the others: ranks 0-2: stopped" in result["text"]
-        assert ("last words" in result["text"]) == (what == "kill")
+    started = nodes.start(what, 0, 1)
+    pids = nodes.worker_pids()
+    for found, text in errors(started):
+        assert found == error
+        assert "rank 3" in text
+        assert "the others: ranks 0-2: stopped" in text
+        assert ("last words" in text) == (what == "kill")
     assert not running_pids(pids)
 
 
 @pytest.mark.parametrize("what", ["save", "sleep"], ids=["the function returns", "it does not catch it"])
-def test_ctrl_c_on_a_node_interrupts_all(nodes: Nodes, port: int, what: str) -> None:
+def test_ctrl_c_on_a_node_interrupts_all(nodes: Nodes, what: str) -> None:
     """Each rank gets a KeyboardInterrupt, and may save, and so does the caller on each node."""
-    started = [nodes.start(what, environ=on_loopback(rank, port)) for rank in range(2)]
-    nodes.worker_pids(4)
+    started = nodes.start(what, 0, 1)
+    nodes.worker_pids()
     time.sleep(1.0)  # until the last rank sleeps
     started[1].send_signal(signal.SIGINT)
-    assert [nodes.result(process)["error"] for process in started] == ["KeyboardInterrupt"] * 2
+    assert [error for error, _ in errors(started)] == ["KeyboardInterrupt"] * 2
     assert len([*nodes.folder.glob("saved.*")]) == (4 if what == "save" else 0)
 
 
-def test_a_restart_includes_all_nodes(nodes: Nodes, port: int) -> None:
-    """With max_restarts=1 a failure on one node restarts the workers of both, and the call succeeds."""
-    options = {"max_restarts": 1}
-    started = [nodes.start("raise", options=options, environ=on_loopback(number, port)) for number in (0, 1)]
-    for process in started:
-        result = nodes.result(process)
-        assert result["value"] == [12.0, 0, 0, 0, 1]
-
-
-@pytest.mark.soak
-def test_the_error_lists_earlier_attempts(nodes: Nodes, port: int) -> None:
-    """When the last restart fails too, the notes contain the errors of earlier attempts."""
-    # `fails` is the script's own option: in how many attempts rank 3 fails.
-    script = SCRIPT.replace('options.get("fails", 1)', "2")
-    (nodes.folder / "script.py").write_text(script)
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(nodes.folder / "script.py"), "raise", str(nodes.folder), '{"max_restarts": 1}'],
-            env={**os.environ, **on_loopback(number, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in (0, 1)
-    ]
-    nodes.running.extend(started)
-    for process in started:
-        result = nodes.result(process)
-        assert result["error"] == "Boom"
-        assert "attempt 0 had failed with Boom" in result["text"]
-
-
-def test_missing_node_is_named(nodes: Nodes, port: int) -> None:
-    """When a node does not join, the error says which nodes did, and their hosts."""
-    result = nodes.result(nodes.start("return", options={"timeout": 2}, environ=on_loopback(0, port)))
-    assert result["error"] == "LaunchError"
-    assert f"1 of 2 nodes joined within 2 s: node 0 from {socket.gethostname()}" in result["text"]
-    assert "node 1 is missing" in result["text"]
-
-
-@pytest.mark.soak
-def test_no_node_0_is_named(nodes: Nodes, port: int) -> None:
-    """A node that cannot connect to MASTER_ADDR:MASTER_PORT raises LaunchError."""
-    result = nodes.result(nodes.start("return", options={"timeout": 2}, environ=on_loopback(1, port)))
-    assert result["error"] == "LaunchError"
-    assert f"no node 0 at 127.0.0.1:{port} within 2 s" in result["text"]
-
-
-def test_nodes_with_different_requests_refuse(nodes: Nodes, port: int) -> None:
-    """Nodes with different numbers of processes raise ConfigError with both requests."""
-    started = [
-        nodes.start("return", options={"processes": 1 + number}, environ=on_loopback(number, port)) for number in (0, 1)
-    ]
-    for process in started:
-        result = nodes.result(process)
-        assert result["error"] == "ConfigError"
-        assert "2 nodes x 1 processes" in result["text"]
-        assert "2 nodes x 2 processes" in result["text"]
-
-
-def test_two_nodes_with_one_node_rank_refuse(nodes: Nodes, port: int) -> None:
+def test_two_nodes_with_one_node_rank_refuse(nodes: Nodes) -> None:
     """A duplicate NODE_RANK is refused, and the others go on."""
-    started = [nodes.start("wait", environ=on_loopback(number, port)) for number in (0, 1)]
-    nodes.worker_pids(4)
-    refused = nodes.result(nodes.start("wait", environ=on_loopback(1, port)))
-    assert refused["error"] == "ConfigError"
-    assert "another node has the same NODE_RANK" in refused["text"]
+    started = nodes.start("wait", 0, 1)
+    nodes.worker_pids()
+    ((error, text),) = errors(nodes.start("wait", 1))
+    assert (error, "another node has the same NODE_RANK" in text) == ("ConfigError", True)
     (nodes.folder / "go").touch()
-    assert [nodes.result(process)["value"] for process in started] == [[12.0, 0, 0, 0, 0]] * 2
-
-
-def test_nodes_with_different_arguments_refuse(nodes: Nodes, port: int) -> None:
-    """Values that each node has drawn for itself are named; each trained with its own, in silence."""
-    (nodes.folder / "script.py").write_text(SCRIPT.replace("train(factor=2)", "train(factor=os.getpid())"))
-    started = [nodes.start("return", environ=on_loopback(number, port)) for number in (0, 1)]
-    for number, process in enumerate(started):
-        result = nodes.result(process)
-        assert result["error"] == "ConfigError"
-        assert "argument 'factor' differs between the nodes" in result["text"]
-        assert f"node {number} ({socket.gethostname()}): {process.pid}" in result["text"]
-
-
-def test_a_node_may_call_again_after_it_has_failed_alone(nodes: Nodes, port: int) -> None:
-    """Its next call joins the call in which the other node waits for it."""
-    fails = """
-    if os.environ["NODE_RANK"] == "1":
-        import threading
-        try:
-            train(factor=threading.Lock())
-        except Exception as error:
-            assert "cannot be pickled" in str(error), error
-    if what == "large":"""
-    (nodes.folder / "script.py").write_text(
-        SCRIPT.replace(
-            """
-    if what == "large":""",
-            fails,
-        )
-    )
-    started = [nodes.start("return", environ=on_loopback(number, port)) for number in (0, 1)]
-    for process in started:
-        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
+    assert [each["value"] for each in results(started)] == [VALUE] * 2
 
 
 def send(port: int, what: bytes) -> None:
@@ -330,52 +286,35 @@ def send(port: int, what: bytes) -> None:
     wait_for(is_sent, timeout_s=60)
 
 
-def test_strangers_change_nothing(nodes: Nodes, port: int) -> None:
+def test_strangers_change_nothing(nodes: Nodes) -> None:
     """Neither random bytes nor a node without PARALLELIZE_KEY is heard; the nodes that have it make their call."""
-    key = {"PARALLELIZE_KEY": "secret"}
-    first = nodes.start("return", environ={**on_loopback(0, port), **key})
+    first, second = ({"NODE_RANK": number, "PARALLELIZE_KEY": "secret"} for number in "01")
+    started = nodes.start("return", first)
     rng = random.Random(0)
     for size in (0, 7, 40, 1000):
-        send(port, rng.randbytes(size))
-    send(port, (100).to_bytes(8, "big") + rng.randbytes(132))  # the form of a message
-    stranger = nodes.start("return", options={"timeout": 3}, environ=on_loopback(1, port))
-    result = nodes.result(stranger)
-    assert (result["error"], "another PARALLELIZE_KEY is not heard" in result["text"]) == ("LaunchError", True)
-    second = nodes.start("return", environ={**on_loopback(1, port), **key})
-    for process in (first, second):
-        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
+        send(nodes.port, rng.randbytes(size))
+    send(nodes.port, (100).to_bytes(8, "big") + rng.randbytes(132))  # the form of a message
+    ((error, text),) = errors(nodes.start("return", 1, timeout=3))
+    assert (error, "another PARALLELIZE_KEY is not heard" in text) == ("LaunchError", True)
+    assert results([*started, *nodes.start("return", second)]) == [RETURNED] * 2
 
 
-def test_num_nodes_without_master_addr_is_refused(nodes: Nodes) -> None:
-    """num_nodes=2 without MASTER_ADDR raises an error that contains the command to type."""
-    result = nodes.result(nodes.start("return", environ={}))
-    assert result["error"] == "ConfigError"
-    assert "MASTER_ADDR=<address of node 0>" in result["text"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("killed", [0, 1], ids=["node 0", "node 1"])
-def test_killed_agent_ends_the_run(nodes: Nodes, port: int, killed: int) -> None:
-    """When the agent of one node is killed, the other node detects the missing heartbeat and raises."""
-    options = {"heartbeat_timeout": 4}
-    started = [nodes.start("sleep", options=options, environ=on_loopback(number, port)) for number in (0, 1)]
-    pids = nodes.worker_pids(4)
-    started[killed].send_signal(signal.SIGKILL)
-    result = nodes.result(started[1 - killed])
-    assert result["error"] == "LaunchError"
-    assert f"node {killed} is gone" in result["text"]
-    wait_for(lambda: not running_pids(pids))
-
-
-def test_a_killed_node_0_ends_the_others(nodes: Nodes, port: int) -> None:
-    """Of three nodes the other two cannot hear each other any more; neither waits for the other's report."""
-    options = {"processes": 1, "num_nodes": 3}
-    started = [nodes.start("sleep", options=options, environ=on_loopback(number, port)) for number in range(3)]
-    pids = nodes.worker_pids(3)
-    started[0].send_signal(signal.SIGKILL)
-    for process in started[1:]:
-        result = nodes.result(process)
-        assert (result["error"], "node 0 is gone" in result["text"]) == ("LaunchError", True), result
+@pytest.mark.parametrize(
+    ("killed", "count", "options"),
+    [
+        pytest.param(0, 2, {"heartbeat_timeout": 4}, marks=pytest.mark.soak),
+        pytest.param(1, 2, {"heartbeat_timeout": 4}, marks=pytest.mark.soak),
+        (0, 3, {"processes": 1, "num_nodes": 3}),  # the others cannot hear each other any more
+    ],
+    ids=["node 0", "node 1", "node 0 of 3"],
+)
+def test_killed_agent_ends_the_run(nodes: Nodes, killed: int, count: int, options: dict[str, Any]) -> None:
+    """When the agent of one node is killed, the others detect it and raise; neither waits for another's report."""
+    started = nodes.start("sleep", *range(count), **options)
+    pids = nodes.worker_pids(3 if count == 3 else 4)
+    started.pop(killed).send_signal(signal.SIGKILL)
+    for error, text in errors(started):
+        assert (error, f"node {killed} is gone" in text) == ("LaunchError", True), text
     wait_for(lambda: not running_pids(pids))
 
 
@@ -383,18 +322,17 @@ def test_a_killed_node_0_ends_the_others(nodes: Nodes, port: int) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stopped", [0, 1], ids=["node 0", "node 1"])
 @pytest.mark.parametrize(("for_s", "heartbeat_timeout"), [(12, 60), (15, 6)], ids=["short", "long"])
-def test_a_stopped_agent(nodes: Nodes, port: int, stopped: int, for_s: int, heartbeat_timeout: int) -> None:
+def test_a_stopped_agent(nodes: Nodes, stopped: int, for_s: int, heartbeat_timeout: int) -> None:
     """An agent that is stopped by SIGSTOP continues its run; after heartbeat_timeout it is lost, on all nodes."""
-    options = {"heartbeat_timeout": heartbeat_timeout}
-    started = [nodes.start("wait", options=options, environ=on_loopback(number, port)) for number in (0, 1)]
-    nodes.worker_pids(4)
+    started = nodes.start("wait", 0, 1, heartbeat_timeout=heartbeat_timeout)
+    nodes.worker_pids()
     started[stopped].send_signal(signal.SIGSTOP)
     time.sleep(for_s)
     started[stopped].send_signal(signal.SIGCONT)
     (nodes.folder / "go").touch()
-    for result in [nodes.result(process) for process in started]:
+    for result in results(started):
         if for_s < heartbeat_timeout:
-            assert result["value"] == [12.0, 0, 0, 0, 0]
+            assert result["value"] == VALUE
         else:
             assert (result["error"], f"node {stopped} is gone" in result["text"]) == ("LaunchError", True), result
 
@@ -408,34 +346,30 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield both
 
 
+def start_on(hosts: tuple[Host, Host], nodes: Nodes, what: str) -> list[subprocess.Popen[str]]:
+    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(nodes.port)}
+    return nodes.start(what, where, where, on=hosts)
+
+
 def test_two_hosts_without_names(nodes: Nodes, hosts: tuple[Host, Host]) -> None:
     """Hosts whose names do not resolve train together by address, over their own interface."""
-    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400"}
-    started = [nodes.start("return", environ=where, on=host) for host in hosts]
-    for process in started:
-        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
+    assert results(start_on(hosts, nodes, "return")) == [RETURNED] * 2
 
 
 def test_a_failure_names_its_host(nodes: Nodes, hosts: tuple[Host, Host]) -> None:
     """Both hosts raise an error that names the host of the failed rank."""
-    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29401"}
-    started = [nodes.start("raise", environ=where, on=host) for host in hosts]
-    for process in started:
-        result = nodes.result(process)
-        assert result["error"] == "Boom"
-        assert "rank 3 of 4 on node-2" in result["text"]
+    for error, text in errors(start_on(hosts, nodes, "raise")):
+        assert (error, "rank 3 of 4 on node-2" in text) == ("Boom", True), text
 
 
 def test_only_the_given_address_listens(nodes: Nodes, hosts: tuple[Host, Host]) -> None:
     """All listening sockets are bound to the host's address or to loopback, node 0's store to MASTER_ADDR."""
-    where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29402"}
-    for host in hosts:
-        nodes.start("sleep", environ=where, on=host)
-    nodes.worker_pids(4)
+    start_on(hosts, nodes, "sleep")
+    nodes.worker_pids()
     for host in hosts:
         lines = subprocess.run(host.command("ss", "-Hltn"), check=True, capture_output=True, text=True).stdout
         sockets = [line.split()[3] for line in lines.splitlines()]
         own = {host.address, "127.0.0.1", "[::1]", f"[::ffff:{host.address}]"}
         assert sockets, "gloo's ranks listen for each other"
         assert {each.rpartition(":")[0] for each in sockets} <= own
-        assert (f"{host.address}:29402" in sockets) == (host == hosts[0])
+        assert (f"{host.address}:{nodes.port}" in sockets) == (host == hosts[0])
