@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from ranks import outcomes_of
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -151,27 +152,30 @@ def square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-@steps()
-@steps(Centered, name="collective_in_backward")
-@steps(Quantized, name="integer_parameters")
-@steps(Recursive, name="recursive_forward")
-def plain(model: Any, x: Tensor, _: int) -> None:
-    square(model(x)).backward()
+def tied_embedding() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11, bias=False))
+    model[1].weight = model[0].weight
+    return model
 
 
-@steps(Wrapped)
-def opaque_output(model: Any, x: Tensor, _: int) -> None:
-    square(model(x).value).backward()
+def plain(model: Any, x: Tensor, _: int) -> Tensor:
+    return square(model(x))
 
 
-@steps()
-def submodule(model: Any, x: Tensor, _: int) -> None:
-    square(model.head(model.body(x))).backward()
-
-
-@steps()
-def parameter_alone(model: Any, x: Tensor, _: int) -> None:
-    (model.head.weight.pow(2).sum() * x.mean()).backward()
+# a model, and the loss of a step
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, int], Tensor]]] = {
+    "plain": (Net, plain),
+    "collective_in_backward": (Centered, plain),
+    "integer_parameters": (Quantized, plain),
+    "recursive_forward": (Recursive, plain),
+    "opaque_output": (Wrapped, lambda model, x, _: square(model(x).value)),
+    "submodule": (Net, lambda model, x, _: square(model.head(model.body(x)))),
+    "parameter_alone": (Net, lambda model, x, _: model.head.weight.pow(2).sum() * x.mean()),
+    "reentrant_layer_called_thrice": (Checkpointed, lambda model, x, _: square(model(x.clone().requires_grad_()))),
+    "sparse_and_dense_gradients_of_one_weight": (tied_embedding, lambda model, _, step: square(model(tokens(step)))),
+}
+for each_name, (each_make, each_loss) in LOSSES.items():
+    steps(each_make, name=each_name)(lambda model, x, step, loss=each_loss: loss(model, x, step).backward())
 
 
 @steps()
@@ -186,12 +190,6 @@ def mixed_backwards(model: Any, x: Tensor, _: int) -> None:
     square(model.encode(x)).backward()
     square(model.head(x.cos() @ x.new_ones(6, 8))).backward()
     model(x).sin().mean().backward()
-
-
-@steps()
-def penalty_alone(model: Any, x: Tensor, _: int) -> None:
-    square(model(x)).backward()
-    sum(each.square().sum() for each in model.parameters()).backward()
 
 
 @steps()
@@ -252,6 +250,12 @@ def gradient_penalty_alone(model: Any, x: Tensor, _: int) -> None:
 
 
 @steps()
+def penalty_alone(model: Any, x: Tensor, _: int) -> None:
+    square(model(x)).backward()
+    sum(each.square().sum() for each in model.parameters()).backward()
+
+
+@steps()
 def gradients_with_a_graph(model: Any, x: Tensor, _: int) -> None:
     """A penalty differentiates the averaged gradients, which are linear in each rank's."""
     square(model(x, use_other=True)).backward(create_graph=True)
@@ -278,33 +282,9 @@ def functional_while_freezing(model: Any, x: Tensor, step: int) -> None:
             square(functional_call(model, scaled, (x + number,))).backward()
 
 
-@steps()
-def backward_for_each_task(model: Any, x: Tensor, _: int) -> None:
-    meta_loss(model, x, names=("body", "head")).backward()
-    meta_loss(model, x + 1, names=("head",)).backward()
-
-
-def meta_loss(model: Any, x: Tensor, *, names: tuple[str, ...]) -> Tensor:
-    """Return the loss after two inner steps for each sample, as MAML takes them."""
-    losses = []
-    for support in x:
-        fast = {name: each for name, each in model.named_parameters() if name.startswith(names)}
-        for _ in range(2):
-            loss = square(functional_call(model, fast, (support,)))
-            found = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
-            fast = {name: each - 0.1 * slope for (name, each), slope in zip(fast.items(), found, strict=True)}
-        losses.append(square(functional_call(model, fast, (support.cos(),))))
-    return sum(losses) / len(losses)  # type: ignore[return-value]  # of at least one tensor
-
-
 @steps(TrainsItself)
 def backward_in_forward(model: Any, x: Tensor, _: int) -> None:
     model(x)
-
-
-@steps(Checkpointed)
-def reentrant_layer_called_thrice(model: Any, x: Tensor, _: int) -> None:
-    square(model(x.clone().requires_grad_())).backward()
 
 
 @steps()
@@ -332,19 +312,6 @@ def alternately_frozen(model: Any, x: Tensor, step: int) -> None:
     for micro in (x, x + 1):
         with local(model) if micro is x else contextlib.nullcontext():
             square(model(micro, use_other=step % 2 == 0)).backward()
-
-
-@program
-def sparse_and_dense_gradients_of_one_weight(block: Any) -> list[Any]:
-    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11, bias=False))
-    model[1].weight = model[0].weight
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with block(model):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            square(model(tokens(step))).backward()
-            optimizer.step()
-    return [model]
 
 
 @program
@@ -445,37 +412,19 @@ def by_one_process(*_: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def errors_of_two_ranks(names: list[str], *, tolerance: float, block: Any) -> dict[str, str]:
+def errors_of_two_ranks(names: Iterable[str], *, tolerance: float, block: Any) -> dict[str, str]:
     """Run programs in one launch; return what is wrong with those that differ from one process, or raise."""
-
-    @distributed(processes=WORLD)
-    def run() -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        for name in names:
-            try:
-                results[name] = trained(name, block)
-            except Exception as exc:  # noqa: BLE001 - the test reports it
-                results[name] = f"{type(exc).__name__}: {exc}"
-        return results
-
+    run = distributed(processes=WORLD)(outcomes_of)
+    first, second = run.all_ranks({name: functools.partial(trained, name, block) for name in names})
     wrong = {}
-    first, second = run.all_ranks()
     for name in names:
         if isinstance(first[name], str) or isinstance(second[name], str):
             wrong[name] = f"{first[name]} / {second[name]}"
             continue
-        pairs = zip(first[name], expected(name), strict=True)
-        off = max((one - other).abs().max().item() for one, other in pairs)
-        if not all(map(torch.equal, first[name], second[name])):
-            wrong[name] = f"ranks differ, and one process by {off}"
-        elif not off <= tolerance:
-            wrong[name] = f"differs from one process by {off}"
+        off = max((one - other).abs().max().item() for one, other in zip(first[name], expected(name), strict=True))
+        if not all(map(torch.equal, first[name], second[name])) or not off <= tolerance:
+            wrong[name] = f"ranks differ, or one process by {off}"
     return wrong
-
-
-def assert_same(names: list[str], *, tolerance: float, block: Any) -> None:
-    wrong = errors_of_two_ranks(names, tolerance=tolerance, block=block)
-    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
 
 
 NEEDLESS = DDPBackend(
@@ -483,35 +432,33 @@ NEEDLESS = DDPBackend(
 )
 
 
+COMPRESSED = (
+    "plain",
+    "two_backwards",
+    "unused_on_one_rank",
+    "accumulation",
+    "alternately_frozen",
+    "submodule",
+    "functional_weights",
+)
+
+
 @pytest.mark.parametrize(
-    "backend",
+    ("names", "tolerance", "backend"),
     [
-        pytest.param(DDPBackend(), id="defaults"),
-        pytest.param(NEEDLESS, id="needless", marks=pytest.mark.slow),
-        pytest.param(DDPBackend(bucket_cap_mb=0.0002), id="small buckets", marks=pytest.mark.slow),
+        pytest.param(PROGRAMS, 1e-9, DDPBackend(), id="defaults"),
+        pytest.param(PROGRAMS, 1e-9, NEEDLESS, id="needless", marks=pytest.mark.slow),
+        pytest.param(PROGRAMS, 1e-9, DDPBackend(bucket_cap_mb=0.0002), id="small buckets", marks=pytest.mark.slow),
+        pytest.param(COMPRESSED, 0.02, DDPBackend(comm_hook="bf16"), id="bf16"),
+        pytest.param(COMPRESSED, 0.02, DDPBackend(comm_hook="fp16"), id="fp16"),
     ],
 )
 @pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True:UserWarning")
-def test_every_program_equals_one_process(backend: DDPBackend) -> None:
-    """The gradients of all ranks are averaged exactly once, however they arrive."""
-
-    def block(*models: Any) -> Any:
-        return parallel_model(*models, backend=backend)
-
-    assert_same(list(PROGRAMS), tolerance=1e-9, block=block)
-
-
-COMPRESSED = [plain, two_backwards, unused_on_one_rank, accumulation, alternately_frozen, submodule, functional_weights]
-
-
-@pytest.mark.parametrize("hook", ["bf16", "fp16"])
-def test_compressed_gradients_are_close_to_one_process(hook: Any) -> None:
-    """Ranks stay bitwise equal, also where one of them does not use a parameter."""
-
-    def block(*models: Any) -> Any:
-        return parallel_model(*models, backend=DDPBackend(comm_hook=hook))
-
-    assert_same([each.__name__ for each in COMPRESSED], tolerance=0.02, block=block)
+def test_every_program_equals_one_process(names: Iterable[str], tolerance: float, backend: DDPBackend) -> None:
+    """The gradients of all ranks are averaged exactly once, however they arrive; compressed ones are close to that."""
+    block = functools.partial(parallel_model, backend=backend)
+    wrong = errors_of_two_ranks(names, tolerance=tolerance, block=block)
+    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
 
 
 def test_without_a_block_the_table_is_wrong() -> None:
