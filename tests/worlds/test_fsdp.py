@@ -7,7 +7,9 @@ import copy
 import functools
 import io
 import pickle
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,23 +60,18 @@ class Stack(nn.Module):
         return self.head(self.encode(x, depth))
 
 
-class Stages(nn.Sequential):
-    """Stages of blocks, as of a ResNet, and a head."""
-
-    def __init__(self) -> None:
-        block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())  # noqa: E731 - a new one
-        super().__init__(
-            nn.Linear(4, 4), nn.Sequential(block(), block()), nn.Sequential(block(), block()), nn.Linear(4, 1)
-        )
+def stages() -> nn.Module:
+    """Return stages of blocks, as of a ResNet, and a head."""
+    stage = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])  # noqa: E731 - a new one
+    return nn.Sequential(nn.Linear(6, 6), stage(), stage(), nn.Linear(6, 1))
 
 
 class Checkpointed(Stack):
     """Units are gathered again for the recomputation."""
 
     def encode(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
-        del depth
         x = self.stem(x)
-        for layer in self.layers:
+        for layer in self.layers[:depth]:
             x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
         return x
 
@@ -90,15 +87,6 @@ class Tied(Stack):
 
     def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
         return self.head(self.middle(self.encode(x, depth)))
-
-
-class Momentum(Stack):
-    """Writes to a weight in its forward, as for a momentum encoder."""
-
-    def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
-        with torch.no_grad():
-            self.head.weight.mul_(0.9)
-        return super().forward(x, depth)
 
 
 class Filter(nn.Module):
@@ -118,12 +106,16 @@ def seeded(make: Callable[[], nn.Module] = Stack) -> Any:
     return make().double()
 
 
-def whole_batch(step: int = 0, width: int = 6) -> torch.Tensor:
-    return torch.randn(8, width, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+def whole_batch(step: int = 0) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def own_batch(step: int = 0, width: int = 6) -> torch.Tensor:
-    return whole_batch(step, width).chunk(2)[rank() % 2]
+def own_batch(step: int = 0) -> torch.Tensor:
+    return whole_batch(step).chunk(2)[rank() % 2]
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -134,27 +126,27 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.05)
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Callable[[int], torch.Tensor] = own_batch,
-    steps: range = range(2),
-) -> None:
+Batch = Callable[[int], torch.Tensor]
+
+
+def train(model: nn.Module, optimizer: Any, batch: Batch = own_batch, steps: range = range(2)) -> None:
     for step in steps:
         optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
+        square(model(batch(step))).backward()
         optimizer.step()
 
 
-def trained(
-    make: Callable[[], nn.Module] = Stack,
-    batch: Callable[[int], torch.Tensor] = whole_batch,
-    steps: range = range(2),
-) -> Weights:
+def trained(make: Callable[[], nn.Module] = Stack, steps: range = range(2)) -> Weights:
     """Train in this process alone."""
     model = seeded(make)
-    train(model, adamw(model), batch, steps)
+    train(model, adamw(model), whole_batch, steps)
     return dict(model.state_dict())
+
+
+def fit(model: nn.Module, backend: Any = "fsdp", steps: range = range(2), **options: Any) -> None:
+    """Train in a block of its own."""
+    with parallel_model(model, backend=backend, **options):
+        train(model, sgd(model), steps=steps)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -173,7 +165,6 @@ class Gathers(TorchDispatchMode):
 
 # Programs: each trains in a block, and in one process on the batches of all ranks
 
-Batch = Callable[[int], torch.Tensor]
 # Trains a model on the batches of steps; returns what is compared beside the weights.
 Program = Callable[[Any, Batch], Any]
 
@@ -194,7 +185,7 @@ def used(use: Callable[[Any, torch.Tensor], torch.Tensor]) -> Program:
         optimizer = adamw(model)
         for step in range(2):
             optimizer.zero_grad()
-            use(model, batch(step)).square().mean().backward()
+            square(use(model, batch(step))).backward()
             optimizer.step()
 
     return program
@@ -222,10 +213,10 @@ def clipped_and_accumulated(model: Any, batch: Batch) -> torch.Tensor:
     """Gradients under no_sync are averaged, too, and cleared as others are; the norm is that of all shards."""
     optimizer = sgd(model)
     with no_sync(model):
-        model(batch(2)).square().mean().backward()
+        square(model(batch(2))).backward()
         model.zero_grad()
-        (model(batch(0)).square().mean() / 2).backward()
-    (model(batch(1)).square().mean() / 2).backward()
+        (square(model(batch(0))) / 2).backward()
+    (square(model(batch(1))) / 2).backward()
     norm = clip_grad_norm_(model.parameters(), 0.01) + 0
     optimizer.step()
     return norm
@@ -284,7 +275,7 @@ def options_change_no_result() -> None:
     """Units, and options about memory, train the weights of one process; units are gathered one by one."""
     cases: dict[str, tuple[FSDPBackend, Callable[[], nn.Module], int]] = {
         "lists": (FSDPBackend(), Stack, 4),
-        "sequences of blocks": (FSDPBackend(), Stages, 5),
+        "sequences of blocks": (FSDPBackend(), stages, 5),
         "classes": (FSDPBackend(blocks=[nn.Linear]), Stack, 5),
         "size": (FSDPBackend(blocks=31), Stack, 2),
         "one group": (FSDPBackend(blocks=10**6), Stack, 1),
@@ -294,13 +285,12 @@ def options_change_no_result() -> None:
         "node": (FSDPBackend(shard_over="node"), Stack, 4),
     }
     for name, (backend, make, expected) in cases.items():
-        width = 6 if make is Stack else 4
         model = seeded(make)
         with parallel_model(model, backend=backend, verify_every=1):  # of what is on every rank
-            train(model, adamw(model), functools.partial(own_batch, width=width))
+            train(model, adamw(model))
             with torch.no_grad(), Gathers() as gathers:
-                model(own_batch(0, width))
-        assert_close(dict(model.state_dict()), trained(make, functools.partial(whole_batch, width=width)))
+                model(own_batch())
+        assert_close(dict(model.state_dict()), trained(make))
         assert (name, gathers.count) == (name, expected)
 
 
@@ -311,8 +301,7 @@ def a_policy_computes_in_half_precision() -> None:
     model = seeded()
     model.head.register_forward_hook(lambda module, _args, _output: seen.add(module.weight.dtype))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with parallel_model(model, backend=FSDPBackend(mixed_precision=policy)):
-        train(model, sgd(model))
+    fit(model, FSDPBackend(mixed_precision=policy))
     assert [seen, {each.dtype for each in model.parameters()}] == [{torch.bfloat16}, {torch.float64}]
 
 
@@ -334,16 +323,16 @@ def blocks_follow_each_other() -> None:
 @check
 def gradients_cross_the_ends_of_a_block() -> None:
     """Those from before are averaged, and more may be added; those of the block are used by a step after it."""
-    for accumulates in (True, False):
+    for in_block in (0, 1):
         expected, model = seeded(), seeded()
-        for step in range(1 + accumulates):
-            expected(whole_batch(step)).square().mean().backward()
-        sgd(expected).step()
+        square(expected(whole_batch(0))).backward()
+        square(model(own_batch(0))).backward()
         optimizer = sgd(model)
-        model(own_batch(0)).square().mean().backward()
         with parallel_model(model, backend="fsdp"):
-            if accumulates:
-                model(own_batch(1)).square().mean().backward()
+            for step in range(1, 1 + in_block):
+                square(expected(whole_batch(step))).backward()
+                square(model(own_batch(step))).backward()
+        sgd(expected).step()
         optimizer.step()
         assert_close(dict(model.state_dict()), dict(expected.state_dict()))
 
@@ -352,13 +341,13 @@ def gradients_cross_the_ends_of_a_block() -> None:
 def parameters_are_frozen_and_unfrozen() -> None:
     """What was frozen at the entry trains as soon as it is unfrozen, in half precision, too."""
 
-    def fit(backend: str, amp: Any) -> list[Any]:
+    def frozen(backend: str, amp: Any) -> list[Any]:
         seen, model = [], seeded().float()
         model.layers.requires_grad_(False)
         with parallel_model(model, backend=backend, amp=amp):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             for step in range(4):
-                model(own_batch(step).float()).square().mean().backward()
+                square(model(own_batch(step).float())).backward()
                 optimizer.step()
                 seen.append([each.grad is not None for each in model.parameters()])
                 optimizer.zero_grad()
@@ -370,7 +359,7 @@ def parameters_are_frozen_and_unfrozen() -> None:
         return [*seen, nn.utils.parameters_to_vector(model.parameters()).detach()]
 
     for amp, tolerance in ((None, 1e-5), ("O1", 2e-2), ("O2", 2e-2)):
-        torch.testing.assert_close(fit("fsdp", amp), fit("ddp", amp), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(frozen("fsdp", amp), frozen("ddp", amp), rtol=tolerance, atol=tolerance)
 
 
 @check
@@ -379,8 +368,7 @@ def buffers_are_kept_alike_as_asked() -> None:
 
     def statistics(backend: Any, buffers: str | None) -> Weights:
         model = seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-        with parallel_model(model, backend=backend, buffers=buffers):
-            train(model, sgd(model), steps=range(3))
+        fit(model, backend, range(3), buffers=buffers)
         return dict(model[1].named_buffers())
 
     for how in ("rank0", "mean"):
@@ -394,35 +382,32 @@ def buffers_are_kept_alike_as_asked() -> None:
 def hooks_of_parameters() -> None:
     """They change the averaged gradients, as under ddp, whenever they are registered."""
 
-    def fit(backend: str, when: str) -> Any:
+    def hooked(backend: str, when: int) -> Any:
         seen: list[int] = []
         model = seeded()
-
-        def register() -> None:
-            for each in model.parameters():
-                each.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-                each.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.numel()))
-
-        if when == "before":
-            register()
-        with parallel_model(model, backend=backend):
-            optimizer = sgd(model)
-            for step in range(3):
-                if (step, when) in {(0, "inside"), (1, "after a step")}:
-                    register()
-                train(model, optimizer, steps=range(step, step + 1))
+        with contextlib.ExitStack() as block:
+            for step in range(-1, 3):
+                if step == when:
+                    for each in model.parameters():
+                        each.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+                        each.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.numel()))
+                if step < 0:
+                    block.enter_context(parallel_model(model, backend=backend))
+                    optimizer = sgd(model)
+                else:
+                    train(model, optimizer, steps=range(step, step + 1))
         assert seen
         return dict(model.state_dict()), sorted(seen)
 
-    for when in ("before", "inside", "after a step"):
-        assert_close(fit("fsdp", when), fit("ddp", when))
+    for when in (-1, 0, 1):  # before the block, in it, after a step
+        assert_close(hooked("fsdp", when), hooked("ddp", when))
 
 
 @check
 def copies() -> None:
     """They are sharded, may be trained, and outlive the block and an exception in it, as does a pickle of the model."""
 
-    def fit(backend: str) -> list[torch.Tensor]:
+    def copied(backend: str) -> list[torch.Tensor]:
         model, found = seeded(), []
         with contextlib.suppress(KeyError), parallel_model(model, backend=backend):
             train(model, sgd(model))
@@ -430,7 +415,7 @@ def copies() -> None:
             average, own = copy.deepcopy(model), copy.deepcopy(model)
             for step in range(2):
                 own.zero_grad()
-                own(own_batch(step) if backend == "fsdp" else whole_batch(step)).square().mean().backward()
+                square(own(own_batch(step) if backend == "fsdp" else whole_batch(step))).backward()
                 with torch.no_grad():
                     for one, other in zip(average.parameters(), model.parameters(), strict=True):
                         one.lerp_(other * 2, 0.5)
@@ -441,7 +426,7 @@ def copies() -> None:
         with torch.no_grad():
             return [*found, average(whole_batch()), own(whole_batch())]
 
-    assert_close(fit("fsdp"), fit("ddp"))
+    assert_close(copied("fsdp"), copied("ddp"))
 
 
 @check
@@ -489,22 +474,17 @@ def other_parameters_are_refused() -> None:
                 torch.func.functional_call(model, given, (own_batch(),))
 
 
-def fit_once(model: nn.Module, backend: Any = "fsdp") -> None:
-    with parallel_model(model, backend=backend):
-        train(model, sgd(model))
-
-
 @check
 def gradients_that_cannot_be_reduced_are_refused() -> None:
     """Sparse ones, several dtypes in a unit, and those of torch.autograd.grad."""
     with pytest.raises(ConfigError, match=r"(?s)0 has sparse=True under fsdp.*backend='ddp'"):
-        fit_once(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)))
+        fit(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)))
     with pytest.raises(ConfigError, match=r"(?s)Filter are of torch.complex128 and torch.float64.*view_as_real"):
-        fit_once(Filter())
-    fit_once(Filter(), FSDPBackend(blocks=[nn.Linear]))
+        fit(Filter())
+    fit(Filter(), FSDPBackend(blocks=[nn.Linear]))
     model = Filter()
     model.filter.requires_grad_(False)
-    fit_once(model)
+    fit(model)
     model = seeded()
     with parallel_model(model, backend="fsdp"):
         loss = model(own_batch()).sum()
@@ -515,12 +495,15 @@ def gradients_that_cannot_be_reduced_are_refused() -> None:
 @check
 def what_would_be_lost_is_refused() -> None:
     """Writes in forward, another loss than of the output, another dtype or shape, a parameter that two models share."""
-    model = seeded(Momentum)
-    with (
-        parallel_model(model, backend="fsdp"),
-        pytest.raises(SyncError, match=r"(?s)forward has written to head.weight.*outside of forward"),
-    ):
-        model(own_batch())
+
+    @torch.no_grad()
+    def write(head: nn.Linear, _: Any) -> None:
+        head.weight.mul_(0.9)
+
+    model = seeded()
+    model.head.register_forward_pre_hook(write)
+    with pytest.raises(SyncError, match=r"(?s)forward has written to head.weight.*outside of forward"):
+        fit(model)
     model = seeded()
     kept: list[torch.Tensor] = []
     model.stem.register_forward_hook(lambda _module, _args, output: kept.append(output))
@@ -539,14 +522,66 @@ def what_would_be_lost_is_refused() -> None:
     refused = pytest.raises(ConfigError, match=r"head\.weight of Stack, which another model of the block shares")
     with refused, parallel_model(first, second, backend="fsdp"):
         pass
+    with pytest.raises(ConfigError, match=r"(?s)blocks=\['Conv2d'\].*no submodule of Stack"):
+        fit(seeded(), FSDPBackend(blocks=[nn.Conv2d]))
+
+
+def checkpoint_file() -> Path:
+    """Return a path in the folder of these tests, which all ranks have."""
+    return Path(tempfile.gettempdir(), "fsdp.pt")
 
 
 @check
-def wrong_options_are_refused() -> None:
-    """Block classes that the model does not have."""
-    refused = pytest.raises(ConfigError, match=r"(?s)blocks=\['Conv2d'\].*no submodule of Stack")
-    with refused, parallel_model(seeded(), backend=FSDPBackend(blocks=[nn.Conv2d])):
+def without_restore_parameters_stay_sharded() -> None:
+    """No rank holds full parameters; state dicts, save and calls work; a block refuses the model."""
+    model, loaded = seeded(), seeded()
+    with parallel_model(model, backend="fsdp", restore=False):
+        train(model, adamw(model))
+    num_local = sum(each.to_local().numel() for each in model.parameters())
+    assert num_local < sum(each.numel() for each in model.parameters())
+    save(checkpoint_file(), model=model)
+    with pytest.raises(ConfigError, match="is sharded"), parallel_model(model):
         pass
+    load(checkpoint_file(), model=loaded)
+    assert_close(dict(loaded.state_dict()), trained())
+    assert_close({name: each + 0 for name, each in model.state_dict().items()}, trained())
+    with torch.no_grad():
+        assert_close(model(whole_batch()), loaded(whole_batch()))
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+@check
+def models_on_meta_get_their_values() -> None:
+    """By reset_parameters, as rank 0 draws them, or by load; a module without it is NaN until then, which is said."""
+    with torch.device("meta"):
+        model, loaded, other = Stack().double(), Stack().double(), nn.Sequential(Gain(), nn.Linear(6, 1))
+    alone, optimizer = seeded(), adamw(model)
+    torch.manual_seed(rank())
+    with parallel_model(model, backend="fsdp"):
+        alone.load_state_dict(model.state_dict())
+        assert all(each.isfinite().all() for each in alone.parameters())
+        train(model, optimizer)
+        save(checkpoint_file(), model=model)
+    with parallel_model(loaded, backend="fsdp"):
+        load(checkpoint_file(), model=loaded)
+    train(alone, adamw(alone), whole_batch)
+    for each in (model, loaded):
+        assert_close(dict(each.state_dict()), dict(alone.state_dict()))
+    with pytest.raises(ConfigError, match=r"0\.gain of Sequential is on the meta device"), parallel_model(other):
+        pass
+    said = pytest.warns(UserWarning, match="a Gain on the meta device has no reset_parameters")
+    with said, parallel_model(other, backend="fsdp"):
+        assert other[0].gain.isnan().all()
+        other[0].gain.data.fill_(2.0)
+    assert other[0].gain.tolist() == [2.0] * 6
 
 
 @pytest.fixture(scope="module")
@@ -599,75 +634,3 @@ def test_equally_many_ranks_shard_each_copy() -> None:
             FSDPBackend(shard_over=wrong).ranks_per_copy(world)
     with pytest.raises(ConfigError, match="in a world of 6, 2 per node"):
         FSDPBackend(shard_over="node").ranks_per_copy(World(world_size=6, local_world_size=2, num_nodes=2))
-
-
-def test_without_restore_parameters_stay_sharded(tmp_path: Any) -> None:
-    """restore=False: no rank holds full parameters; state dicts, save and calls work; a block refuses the model."""
-
-    @distributed(processes=2)
-    def run() -> list[Any]:
-        model = seeded()
-        with parallel_model(model, backend="fsdp", restore=False):
-            train(model, adamw(model))
-        num_local = sum(each.to_local().numel() for each in model.parameters())
-        assert num_local < sum(each.numel() for each in model.parameters())
-        save(tmp_path / "checkpoint.pt", model=model)
-        with pytest.raises(ConfigError, match="is sharded"), parallel_model(model):
-            pass
-        loaded = seeded()
-        load(tmp_path / "checkpoint.pt", model=loaded)
-        with torch.no_grad():
-            outputs = model(whole_batch())
-        return [{name: each + 0 for name, each in model.state_dict().items()}, dict(loaded.state_dict()), outputs]
-
-    state, loaded, outputs = run()
-    model = seeded()
-    model.load_state_dict(trained())
-    assert_close(state, trained())
-    assert_close(loaded, trained())
-    assert_close(outputs, model(whole_batch()).detach())
-
-
-def test_models_on_meta_get_their_values(tmp_path: Any) -> None:
-    """By reset_parameters, as rank 0 draws them, or by load; a module without it is NaN until then, which is said."""
-
-    class Gain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(6))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.gain
-
-    @distributed(processes=2)
-    def run() -> Any:
-        with torch.device("meta"):
-            model, other = Stack().double(), nn.Sequential(Gain(), nn.Linear(6, 1))
-        torch.manual_seed(rank())
-        optimizer = adamw(model)
-        with parallel_model(model, backend="fsdp"):
-            first = [each.detach() + 0 for each in model.parameters()]
-            train(model, optimizer)
-            save(tmp_path / "checkpoint.pt", model=model)
-        with pytest.raises(ConfigError, match=r"0\.gain of Sequential is on the meta device"), parallel_model(other):
-            pass
-        said = pytest.warns(UserWarning, match="a Gain on the meta device has no reset_parameters")
-        with said, parallel_model(other, backend="fsdp"):
-            assert other[0].gain.isnan().all()
-            other[0].gain.data.fill_(2.0)
-        with torch.device("meta"):
-            loaded = Stack().double()
-        with parallel_model(loaded, backend="fsdp"):
-            load(tmp_path / "checkpoint.pt", model=loaded)
-        return first, dict(model.state_dict()), dict(loaded.state_dict()), other[0].gain.detach()
-
-    (first, weights, loaded, gain), (other_first, other_weights, _, _) = run.all_ranks()
-    assert_close(other_first, first)
-    assert_close(other_weights, weights)
-    assert_close(loaded, weights)
-    assert gain.tolist() == [2.0] * 6
-    model = seeded()
-    for parameter, value in zip(model.parameters(), first, strict=True):
-        parameter.data = value
-    train(model, adamw(model), whole_batch)
-    assert_close(dict(model.state_dict()), weights)
