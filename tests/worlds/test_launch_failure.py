@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,6 @@ class TwoArgumentsError(Exception):
         self.left, self.right = left, right
 
 
-class LockedError(Exception):
-    def __init__(self) -> None:
-        super().__init__("holds a lock")
-        self.lock = threading.Lock()
-
-
 class ForeignError(OSError):
     """Its __reduce__ omits a required argument of its class."""
 
@@ -64,34 +59,25 @@ def raise_(error: BaseException) -> None:
     raise error
 
 
-FAIL = {
-    "raise": lambda: raise_(TwoArgumentsError(1, "two")),
-    "sys.exit": lambda: sys.exit(3),
-    "os._exit": lambda: os._exit(3),
-    "os._exit(0)": lambda: os._exit(0),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSEGV": segfault,
-    "KeyboardInterrupt": lambda: raise_(KeyboardInterrupt()),
-    "locked": lambda: raise_(LockedError()),
-    "foreign": lambda: raise_(ForeignError("/scratch", size=7)),
+# How a rank fails; the exception in the caller: its type and attributes.
+FAIL: dict[str, tuple[Callable[[], object], type[BaseException], dict[str, object]]] = {
+    "raise": (
+        lambda: raise_(TwoArgumentsError(1, "two")),
+        TwoArgumentsError,
+        {"left": 1, "right": "two", "args": ("1 and two",)},
+    ),
+    "sys.exit": (lambda: sys.exit(3), WorkerError, {"exitcode": 3, "signal_name": None}),
+    "os._exit": (lambda: os._exit(3), WorkerError, {"exitcode": 3, "signal_name": None}),
+    "os._exit(0)": (lambda: os._exit(0), WorkerError, {"exitcode": 0, "signal_name": None}),
+    "SIGKILL": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        WorkerError,
+        {"exitcode": -9, "signal_name": "SIGKILL"},
+    ),
+    "SIGSEGV": (segfault, WorkerError, {"exitcode": -11, "signal_name": "SIGSEGV"}),
+    "KeyboardInterrupt": (lambda: raise_(KeyboardInterrupt()), KeyboardInterrupt, {}),
+    "foreign": (lambda: raise_(ForeignError("/scratch", size=7)), WorkerError, {"exitcode": None}),
 }
-
-# The exception in the caller: its type and attributes.
-EXPECTED: dict[str, tuple[type[BaseException], dict[str, object]]] = {
-    "raise": (TwoArgumentsError, {"left": 1, "right": "two", "args": ("1 and two",)}),
-    "sys.exit": (WorkerError, {"exitcode": 3, "signal_name": None}),
-    "os._exit": (WorkerError, {"exitcode": 3, "signal_name": None}),
-    "os._exit(0)": (WorkerError, {"exitcode": 0, "signal_name": None}),
-    "SIGKILL": (WorkerError, {"exitcode": -9, "signal_name": "SIGKILL"}),
-    "SIGSEGV": (WorkerError, {"exitcode": -11, "signal_name": "SIGSEGV"}),
-    "KeyboardInterrupt": (KeyboardInterrupt, {}),
-    "locked": (WorkerError, {"exitcode": None}),
-    "foreign": (WorkerError, {"exitcode": None}),
-}
-
-
-def wait_in_collective() -> None:
-    dist.all_reduce(torch.ones(1))
 
 
 def compute() -> None:
@@ -101,17 +87,18 @@ def compute() -> None:
         a = (a @ a).tanh()
 
 
-def sleep() -> None:
-    time.sleep(LONG_S)
-
-
 def sort_in_cpp() -> None:
     """Block in C++ for seconds, during which Python runs no signal handler."""
     while True:
         torch.randn(20_000_000).sort()
 
 
-PEERS = {"collective": wait_in_collective, "compute": compute, "sleep": sleep, "c++": sort_in_cpp}
+PEERS: dict[str, Callable[[], object]] = {
+    "collective": lambda: dist.all_reduce(torch.ones(1)),
+    "compute": compute,
+    "sleep": lambda: time.sleep(LONG_S),
+    "c++": sort_in_cpp,
+}
 
 
 @distributed(processes=3)
@@ -120,25 +107,17 @@ def fail_among(peers: str, failing: tuple[int, ...], how: str, when: Path) -> st
         PEERS[peers]()
         return "went on"
     when.with_suffix(f".{dist.get_rank()}").write_text(str(time.time()))
-    FAIL[how]()
+    FAIL[how][0]()
     return "did not fail"
 
 
 @pytest.mark.parametrize("how", FAIL)
-@pytest.mark.parametrize(
-    ("peers", "failing"),
-    [
-        ("collective", (0, 1)),
-        ("compute", (2,)),
-        ("sleep", (0,)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("peers", "failing"), [("collective", (0, 1)), ("compute", (2,)), ("sleep", (0,))], ids=str)
 def test_one_exception_says_which_rank_failed_and_how(
     how: str, failing: tuple[int, ...], peers: str, tmp_path: Path
 ) -> None:
     """Whichever ranks fail, the caller's exception names a failed rank and how the others ended."""
-    expected, attributes = EXPECTED[how]
+    _, expected, attributes = FAIL[how]
     with pytest.raises(expected) as caught:
         fail_among(peers, failing, how, tmp_path / "at")
     # A rank that is killed because another one has failed may leave an empty file.
@@ -165,7 +144,6 @@ def test_ranks_blocked_in_compiled_code_do_not_delay_it(tmp_path: Path) -> None:
     assert time.time() - float((tmp_path / "at.1").read_text()) < WITHIN_S
 
 
-@distributed(processes=2)
 def raise_on_1(text: str) -> None:
     if rank() == 1:
         time.sleep(1)  # until rank 0 waits
@@ -173,42 +151,10 @@ def raise_on_1(text: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("text", ["could not restore the optimizer", "query on replica-3 timed out"])
-def test_a_runtime_error_of_the_user_is_the_cause(text: str) -> None:
-    """Whatever it says: only torch's messages about lost connections and timeouts are explained by other ranks."""
-    with pytest.raises(RuntimeError, match=text) as caught:
-        raise_on_1(text)
-    assert type(caught.value) is RuntimeError
-    assert caught.value.__cause__ is None
-
-
-@distributed(processes=2)
-def leave_early() -> int:
-    if dist.get_rank() == 1:
-        sys.exit()
-    return 7
-
-
-def test_sys_exit_without_a_code_returns_none() -> None:
-    """sys.exit() is a return of None."""
-    assert leave_early.all_ranks() == [7, None]
-
-
-@distributed(processes=2)
-def return_a_lock(on: int) -> object:
-    if dist.get_rank() == on:
+def return_a_lock() -> object:
+    if rank() == 0:
         return {"model": 1, "lock": threading.Lock()}
-    time.sleep(LONG_S)
-    return None
-
-
-def test_an_unpicklable_value_fails_at_once() -> None:
-    """The error names the rank and the item of the value, and does not wait for the other ranks."""
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"the returned value\['lock'\] cannot be pickled(.|\n)*lock") as caught:
-        return_a_lock(0)
-    assert time.monotonic() - started < WITHIN_S
-    assert (caught.value.rank, caught.value.host) == (0, os.uname().nodename)
+    return time.sleep(LONG_S)
 
 
 class FailsToUnpickle:
@@ -216,15 +162,52 @@ class FailsToUnpickle:
         return int, ("no number",)
 
 
-@distributed(processes=2)
-def return_an_unreadable_value() -> FailsToUnpickle:
-    return FailsToUnpickle()
+def kill_a_parent(generation: int) -> None:
+    if rank() == 0:
+        psutil.Process().parents()[generation].kill()
+    time.sleep(LONG_S)
 
 
-def test_a_value_that_cannot_be_unpickled_is_an_error() -> None:
-    """The caller raises WorkerError with the reason."""
-    with pytest.raises(WorkerError, match="cannot be unpickled in the calling process\n  why: ValueError: invalid lit"):
-        return_an_unreadable_value()
+NO_SERVER = "the fork server, which starts the worker processes, has ended"
+
+# A function; the exception in the caller: its type, text and attributes.
+RAISED: dict[str, tuple[Callable[[], object], type[Exception], str, dict[str, object]]] = {
+    "an unpicklable value": (
+        return_a_lock,
+        WorkerError,
+        r"the returned value\['lock'\] cannot be pickled(.|\n)*lock",
+        {"rank": 0, "host": os.uname().nodename},
+    ),
+    "a value that cannot be unpickled": (
+        partial(FailsToUnpickle),
+        WorkerError,
+        "cannot be unpickled in the calling process\n  why: ValueError: invalid lit",
+        {},
+    ),
+    # Only torch's messages about lost connections and timeouts are explained by other ranks.
+    "restore": (partial(raise_on_1, "could not restore the model"), RuntimeError, "could not", {"__cause__": None}),
+    "timeout": (partial(raise_on_1, "query on replica-3 timed out"), RuntimeError, "query on", {"__cause__": None}),
+    "killed process of the call": (partial(kill_a_parent, 0), LaunchError, NO_SERVER, {}),
+    "killed fork server": (partial(kill_a_parent, 1), LaunchError, NO_SERVER, {}),
+}
+
+
+@pytest.mark.parametrize("what", RAISED)
+def test_the_cause_is_named(what: str) -> None:
+    """The caller hears exactly that, without waiting for the other ranks, and the next call has its value."""
+    function, expected, text, attributes = RAISED[what]
+    started = time.monotonic()
+    with pytest.raises(expected, match=text) as caught:
+        distributed(processes=2)(function)()
+    assert time.monotonic() - started < WITHIN_S
+    assert type(caught.value) is expected
+    assert {name: getattr(caught.value, name) for name in attributes} == attributes
+    assert leave_badly("") == 1
+
+
+def test_sys_exit_without_a_code_returns_none() -> None:
+    """sys.exit() is a return of None."""
+    assert distributed(processes=2)(lambda: sys.exit() if rank() == 1 else 7).all_ranks() == [7, None]
 
 
 @distributed(processes=2, max_restarts=1)
@@ -311,7 +294,7 @@ def stop_the_process_of_the_call(begun: Path) -> None:
                 time.sleep(0.01)
             raise ZeroDivisionError
         begun.touch()
-        sleep()
+        time.sleep(LONG_S)
     finally:
         if rank() == 1:
             begun.write_text(str(os.getppid()))
@@ -376,43 +359,20 @@ def test_what_happens_after_the_values_is_logged(way: str, text: str, caplog: py
 
 
 @distributed(processes=2)
-def kill_a_parent(generation: int) -> None:
-    if rank() == 0:
-        psutil.Process().parents()[generation].kill()
-    time.sleep(LONG_S)
+def start_children(script: Path) -> list[object]:
+    codes = []
+    for how in ("returns", "raises"):
+        child = os.fork()
+        if child == 0 and how == "raises":
+            raise ZeroDivisionError
+        if child == 0:
+            return ["a child's value"]
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return [*codes, subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout]
 
 
-@pytest.mark.parametrize("generation", [0, 1], ids=["process of the call", "fork server"])
-def test_a_killed_fork_server_is_named(generation: int) -> None:
-    """The caller hears exactly that, and the next call starts another one."""
-    with pytest.raises(LaunchError, match="the fork server, which starts the worker processes, has ended"):
-        kill_a_parent(generation)
-    assert leave_badly("") == 1
-
-
-@distributed(processes=2)
-def fork_and_return(how: str) -> str:
-    child = os.fork()
-    if child == 0 and how == "raises":
-        raise ZeroDivisionError
-    if child == 0:
-        return "a child's value"
-    return f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}"
-
-
-@pytest.mark.parametrize(("how", "code"), [("returns", "0"), ("raises", "1")])
-def test_a_forked_child_is_no_rank(how: str, code: str) -> None:
-    """It ends where it leaves the function: its value is not the rank's, nor is its error."""
-    assert fork_and_return.all_ranks(how) == [code, code]
-
-
-@distributed(processes=2)
-def run_a_script(script: Path) -> str:
-    return subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
-
-
-def test_a_script_that_a_rank_runs_is_no_rank(tmp_path: Path) -> None:
-    """It inherits the rank's variables, and its call has processes of its own."""
+def test_a_child_of_a_rank_is_no_rank(tmp_path: Path) -> None:
+    """A forked one ends where it leaves the function, with no value or error of the rank's; a script has own ranks."""
     script = tmp_path / "script.py"
     script.write_text("from parallelize import distributed, rank\nprint(distributed(processes=2)(rank).all_ranks())\n")
-    assert run_a_script.all_ranks(script) == ["[0, 1]\n"] * 2
+    assert start_children.all_ranks(script) == [[0, 1, "[0, 1]\n"]] * 2
