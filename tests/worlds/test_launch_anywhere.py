@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,10 +72,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("how", ["file", "-c", "stdin"])
-def test_a_script_without_name_main(how: str, run_script: Run) -> None:
-    """A file, `python -c` and standard input work, and run their top level once."""
-    done = run_script(EVERYTHING, how=how, args=("--lr", "0.1"))
+def test_a_script_without_name_main(run_script: Run) -> None:
+    """Its functions, models, datasets and loaders work, and its top level is run once."""
+    done = run_script(EVERYTHING, args=("--lr", "0.1"))
     assert done.stdout.split("\n") == ["top level", "done", ""]
     assert done.stderr == ""
 
@@ -134,50 +131,42 @@ def test_children_of_a_rank_that_are_not_forked(run_script: Run) -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+PACKAGE = """
+import argparse, os, sys, warnings
+from parallelize import distributed
+from .parts import Part
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=int)
+
+@distributed(processes=2)
+def main(scale):
+    import late
+    from .parts import Part as again
+    assert again is Part
+    filters = [each[0] for each in warnings.filters if each[2] is FutureWarning]
+    return [late.VALUE * scale * Part.value, __debug__, sys.flags.utf8_mode, filters, os.getcwd()]
+
+if __name__ == "__main__":
+    os.chdir(sys.argv.pop(1))
+    sys.path.append(sys.argv.pop(1))
+    print(main(**vars(parser.parse_args())))
+"""
+
+
 def test_a_package_run_by_name_with_flags_in_a_changed_directory(tmp_path: Path) -> None:
     """`python -O -X ... -W ... -m package` and its relative imports, sys.path and directory reach the workers."""
-    package, elsewhere, extra = tmp_path / "pkg", tmp_path / "outputs", tmp_path / "extra"
-    for folder in (package, elsewhere, extra):
-        folder.mkdir()
-    (extra / "late.py").write_text("VALUE = 42\n")
-    (package / "__init__.py").write_text("")
-    (package / "parts.py").write_text("class Part:\n    value = 1\n")
-    (package / "__main__.py").write_text(
-        textwrap.dedent(
-            """
-            import argparse, os, sys, warnings
-            from parallelize import distributed
-            from .parts import Part
-
-            parser = argparse.ArgumentParser()
-            parser.add_argument("--scale", type=int)
-
-            @distributed(processes=2)
-            def main(scale):
-                import late
-                from .parts import Part as again
-                assert again is Part
-                return {
-                    "value": late.VALUE * scale * Part.value,
-                    "debug": __debug__,
-                    "X": sys.flags.utf8_mode,
-                    "W": [each[0] for each in warnings.filters if each[2] is FutureWarning],
-                    "cwd": os.getcwd(),
-                }
-
-            if __name__ == "__main__":
-                os.chdir(sys.argv.pop(1))
-                sys.path.append(sys.argv.pop(1))
-                print(main(**vars(parser.parse_args())))
-            """
-        )
-    )
+    elsewhere, extra = tmp_path / "outputs", tmp_path / "extra"
+    texts = {"pkg/__main__": PACKAGE, "pkg/__init__": "", "pkg/parts": "class Part:\n    value = 1\n"}
+    for name, text in {**texts, "extra/late": "VALUE = 42\n", "outputs/none": ""}.items():
+        path = (tmp_path / name).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
     flags = ["-O", "-X", "utf8", "-W", "error::FutureWarning"]
     command = [sys.executable, *flags, "-m", "pkg", str(elsewhere), str(extra), "--scale", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    expected = {"value": 84, "debug": False, "X": 1, "W": ["error"], "cwd": str(elsewhere)}
-    assert done.stdout == f"{expected}\n"
+    assert done.stdout == f"{[84, False, 1, ['error'], str(elsewhere)]}\n"
 
 
 REPL = """
@@ -228,11 +217,6 @@ def add(x: int, y: int = 0) -> int:
     return x + y
 
 
-class Callable5:
-    def __call__(self, x: int) -> int:
-        return x + 5
-
-
 class Methods:
     base = 100
 
@@ -266,12 +250,11 @@ class Methods:
     def plain(self, x: int) -> int:
         return self.own - x
 
+    __call__ = plain
+
 
 def closing_over(y: int) -> Callable[[int], int]:
-    def inner(x: int) -> int:
-        return x * y
-
-    return inner
+    return lambda x: x * y
 
 
 def doubled(function: Callable[[int], int]) -> Callable[[int], int]:
@@ -300,7 +283,7 @@ ANY_FUNCTION: dict[str, tuple[Callable[[int], int], int]] = {
     "closure": (distributed(processes=2)(closing_over(7)), 7),
     "partial": (distributed(processes=2)(functools.partial(add.__wrapped__, y=9)), 10),
     "partial of a decorated one": (functools.partial(add, y=9), 10),
-    "callable object": (distributed(processes=2)(Callable5()), 6),
+    "callable object": (distributed(processes=2)(Methods(7)), 6),
     "method": (Methods(20).method, 21),
     "class method": (Methods.of_class, 101),
     "class method, by an instance": (Methods(20).of_class_too, 101),
@@ -322,24 +305,9 @@ def test_every_kind_of_function(kind: str) -> None:
     assert function(1) == expected
 
 
-def generator() -> Iterator[int]:
-    yield 1
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (threading.Lock, r"cannot pickle '_thread\.lock' object"),
-        (lambda: open(os.devnull), "cannot pickle 'TextIOWrapper' object: an open file"),  # noqa: PTH123, SIM115 - it is what users pass
-        (generator, "cannot pickle 'generator' object"),
-    ],
-    ids=["lock", "file", "generator"],
-)
-def test_an_unpicklable_object_is_named_before_the_start(
-    make: Callable[[], object], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unpicklable_object_is_named_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the variable, argument or attribute, and no process is started."""
-    thing = make()
+    thing = threading.Lock()
     holder = Methods(0)
     holder.own = {"deep": [1, thing]}  # type: ignore[assignment]  # what a user does
     circle: dict[str, object] = {"thing": thing}
@@ -360,34 +328,38 @@ def test_an_unpicklable_object_is_named_before_the_start(
         (lambda: holder.method(2), "argument 0.own['deep'][1]"),
         (lambda: add(circle), "argument 0['thing']"),
     ]:
-        with pytest.raises(ConfigError, match=re.escape(name) + " cannot be pickled\n") as caught:
+        with pytest.raises(ConfigError, match=rf"{re.escape(name)} cannot be pickled\n(.|\n)*'_thread\.lock' object"):
             call()
-        assert re.search(named, str(caught.value))
-    if hasattr(thing, "close"):
-        thing.close()
     with pytest.raises(AssertionError, match="a process was started"):
         add(1)
 
 
-def test_a_function_of_a_module_that_workers_cannot_import(tmp_path: Path) -> None:
-    """A module that was loaded by its path is pickled by value, with its classes."""
-    import importlib.util
+LOADED_BY_PATH = """
+import importlib.util, sys
+from pathlib import Path
 
-    path = tmp_path / "loaded_by_path.py"
-    path.write_text(
-        "from parallelize import distributed\n"
-        "class Thing:\n    value = 8\n"
-        "def helper():\n    return Thing()\n"
-        "@distributed(processes=2)\ndef make():\n    return helper()\n"
-    )
-    spec = importlib.util.spec_from_file_location("loaded_by_path", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loaded_by_path"] = module
-    try:
-        spec.loader.exec_module(module)
-        assert isinstance(module.make(), module.Thing)
-    finally:
-        del sys.modules["loaded_by_path"]
+path = Path("loaded_by_path.py")
+path.write_text('''
+from parallelize import distributed
+class Thing:
+    pass
+def helper():
+    return Thing()
+@distributed(processes=2)
+def make():
+    return helper()
+''')
+spec = importlib.util.spec_from_file_location("by_path", path)
+module = importlib.util.module_from_spec(spec)
+sys.modules["by_path"] = module
+spec.loader.exec_module(module)
+assert isinstance(module.make(), module.Thing)
+"""
+
+
+def test_a_function_of_a_module_that_workers_cannot_import(run_script: Run) -> None:
+    """A module that was loaded by its path is pickled by value, with its classes."""
+    run_script(LOADED_BY_PATH)
 
 
 @distributed(processes=2)
@@ -424,22 +396,16 @@ if Path("call").exists():
 """
 
 
-def test_a_call_while_its_module_is_imported_is_made_once(tmp_path: Path, run_script: Run) -> None:
-    """Workers do not import the module, which would repeat the call in each of them."""
-    (tmp_path / "experiment.py").write_text(CALLS_WHEN_IMPORTED)
-    (tmp_path / "call").touch()
-    run_script("import experiment; assert type(experiment.found) is experiment.Part")
-    assert sorted(path.name for path in tmp_path.glob("trained.*")) == ["trained.0", "trained.1"]
-
-
-def test_a_call_made_by_a_workers_import_is_refused(tmp_path: Path, run_script: Run) -> None:
-    """A call at a module's top level raises LaunchError when a worker imports the module."""
+def test_calls_while_their_module_is_imported(tmp_path: Path, run_script: Run) -> None:
+    """A call of the program is made once, as no worker imports its module; one by a worker's import is refused."""
     (tmp_path / "experiment.py").write_text(CALLS_WHEN_IMPORTED)
     code = "import pathlib, experiment; pathlib.Path('call').touch(); experiment.other()"
     stderr = run_script(code, check=False).stderr
     assert "LaunchError: train is called at the top level of a module that a worker imports" in stderr
     assert "fix: put the call into a function, or below if __name__ == '__main__':" in stderr
     assert not list(tmp_path.glob("trained.*"))
+    run_script("import experiment; assert type(experiment.found) is experiment.Part")
+    assert sorted(path.name for path in tmp_path.glob("trained.*")) == ["trained.0", "trained.1"]
 
 
 def test_a_call_inside_a_worker_runs_the_function() -> None:
@@ -449,10 +415,14 @@ def test_a_call_inside_a_worker_runs_the_function() -> None:
 
 def test_the_callers_main_module_is_unchanged() -> None:
     """A call changes neither __main__ nor the default start method of the calling process."""
-    main = sys.modules["__main__"]
-    before = (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True))
+
+    def state() -> tuple[object, ...]:
+        main = sys.modules["__main__"]
+        return getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True)
+
+    before = state()
     add(1)
-    assert (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True)) == before
+    assert state() == before
 
 
 def test_importing_the_package_does_not_import_tqdm() -> None:
@@ -488,10 +458,8 @@ def test_a_forked_process_and_a_pool_worker_call(run_script: Run) -> None:
     run_script(FORKED)
 
 
-def test_a_read_only_dev_shm_is_no_hindrance(tmp_path: Path) -> None:
+def test_a_read_only_dev_shm_is_no_hindrance() -> None:
     """Processes are started and watched without semaphores, which are files there."""
-    script = tmp_path / "script.py"
-    script.write_text("from parallelize import distributed, rank\nprint(distributed(processes=2)(rank)())\n")
     mount = 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"'
     inside = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if (
@@ -499,5 +467,6 @@ def test_a_read_only_dev_shm_is_no_hindrance(tmp_path: Path) -> None:
         or subprocess.run([*inside, "true"], check=False, capture_output=True).returncode
     ):
         pytest.skip("may not mount here")
-    ended = subprocess.run([*inside, sys.executable, str(script)], check=False, capture_output=True, text=True)
+    call = "from parallelize import distributed, rank\nprint(distributed(processes=2)(rank)())\n"
+    ended = subprocess.run([*inside, sys.executable, "-c", call], check=False, capture_output=True, text=True)
     assert ended.stdout == "0\n", ended.stderr
