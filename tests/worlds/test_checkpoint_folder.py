@@ -81,20 +81,10 @@ def shard_files_of(path):
     return sorted(folder.glob("*.distcp"))
 
 
-def test_a_single_process_loads_it(saved):
-    """A single process loads bitwise equal full tensors, optimizer state included."""
-    path, weights = saved
-    assert len(shard_files_of(path)) == 3
-    model = net(5)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
-    assert load(path, model=model, optimizer=optimizer) == {"number": 0}
-    assert checksum_of(list(model.parameters())) == checksum_of(weights)
-    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (7, 3)
-
-
 def test_torchs_own_tools_read_it(saved, tmp_path):
     """The shard folder is a checkpoint of torch.distributed.checkpoint, with qualified names and buffers."""
     path, weights = saved
+    assert len(shard_files_of(path)) == 3
     folder = shard_files_of(path)[0].parent
     values = {
         "model": {"0.weight": torch.empty(7, 3)},
@@ -303,9 +293,9 @@ def test_folders_that_ranks_do_not_share_raise(tmp_path):
         return str(caught.value)
 
     main, other = run.all_ranks()
-    assert "a rank has written __1_0.distcp elsewhere" in main
     assert "sharded=False" in main
-    assert "a rank has written __1_0.distcp elsewhere" in other
+    for each in (main, other):
+        assert "a rank has written __1_0.distcp elsewhere" in each
     assert load(tmp_path / "0" / "last") == {"old": 1}
 
 
