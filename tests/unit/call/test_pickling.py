@@ -109,6 +109,8 @@ class Delegating:
         self.values = {"hint": self}
 
     def __getattr__(self, name: str) -> Any:
+        if name not in self.values:
+            raise AttributeError(name)
         return self.values[name]
 
 
