@@ -17,8 +17,11 @@ _PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*g
 # gloo's message before it aborts the process; faulthandler then prints each thread's stack, the main thread's last.
 _GLOO_SIZE_MISMATCH = re.compile(r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL)
 _STACK_HEADER = "(most recent call first):"
-# What faulthandler prints: the signal, the stacks of other threads, that of the failing one, and all extension modules.
-_FATAL = re.compile(r"^(Fatal Python error: .*\n)(?s:.*?)^(Current thread .*\n(?:  .*\n){,12})(?s:.*)", re.MULTILINE)
+# What faulthandler prints: the signal, the stacks of threads, and all extension modules. The main thread's is the last;
+# the one that has failed is "Current", unless it is of a library, without Python.
+_FATAL = re.compile(
+    r"^(Fatal Python error: .*\n)(?s:.*?(?=^Current)|.*(?=^Thread))(.*\n(?:  .*\n){,12})(?s:.*)", re.MULTILINE
+)
 _TAIL_LINES = 20
 _FIX_BY_SIGNAL = {
     "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and use less memory",

@@ -55,6 +55,12 @@ def segfault() -> None:
     ctypes.string_at(0)
 
 
+def segfault_elsewhere() -> None:
+    """In a thread of a library, which has no Python frames."""
+    ctypes.CDLL(None).pthread_create(ctypes.byref(ctypes.c_ulong()), None, None, None)
+    time.sleep(LONG_S)
+
+
 def raise_(error: BaseException) -> None:
     raise error
 
@@ -75,6 +81,7 @@ FAIL: dict[str, tuple[Callable[[], object], type[BaseException], dict[str, objec
         {"exitcode": -9, "signal_name": "SIGKILL"},
     ),
     "SIGSEGV": (segfault, WorkerError, {"exitcode": -11, "signal_name": "SIGSEGV"}),
+    "SIGSEGV elsewhere": (segfault_elsewhere, WorkerError, {"exitcode": -11, "signal_name": "SIGSEGV"}),
     "KeyboardInterrupt": (lambda: raise_(KeyboardInterrupt()), KeyboardInterrupt, {}),
     "foreign": (lambda: raise_(ForeignError("/scratch", size=7)), WorkerError, {"exitcode": None}),
 }
@@ -131,9 +138,12 @@ def test_one_exception_says_which_rank_failed_and_how(
     assert os.uname().nodename in text
     assert sum(note.startswith("the others: ") for note in error.__notes__) == 1
     assert "gloo" not in text
-    if how == "SIGSEGV":
+    if how.startswith("SIGSEGV"):
         shown = text.partition("Fatal Python error: Segmentation fault\n")[2].splitlines()
-        assert [line.rpartition(" in ")[2] for line in shown[1:4]] == ["string_at", "segfault", "fail_among"]
+        innermost = ["string_at", "segfault"] if how == "SIGSEGV" else ["segfault_elsewhere"]
+        frames = [line.rpartition(" in ")[2] for line in shown[1:]]
+        assert frames[: len(innermost) + 1] == [*innermost, "fail_among"]
+        assert shown[0].startswith("Current thread") == (how == "SIGSEGV")
         assert "Extension modules" not in text
 
 
