@@ -36,7 +36,9 @@ from parallelize.call.reachable import (
     CONTAINERS,
     PROXY,
     is_a,
+    is_stateful,
     is_user_code,
+    namespace,
     variables_of,
 )
 from parallelize.errors import ConfigError, LaunchError, ParallelizeError
@@ -46,6 +48,7 @@ __all__ = [
     "cause_of",
     "check_is_plain_function",
     "dump",
+    "full_disk_error",
     "is_found",
     "is_importable",
     "load",
@@ -110,7 +113,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             name = obj.__name__ if is_a(obj, types.ModuleType) else f"torch.ops.{obj}"
             return name if kind is not types.ModuleType and is_found(obj, name) else None
         if not (is_a(obj, (types.FunctionType, type)) or kind.__module__ == "functools"):
-            return None
+            return None if is_stateful(obj) or is_a(obj, CONTAINERS) else _path_in_library(obj)
         module = sys.modules.get(obj.__module__)
         if module is None:
             return None
@@ -121,6 +124,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         is_shared = self.for_rank and obj.__module__ == "__main__"
         is_needed = path not in (None, own) and is_importable(module)
         return path if is_shared or is_needed else None
+
+
+def _path_in_library(obj: object) -> str | None:
+    """Return the path of an object that the library of its class makes on import, such as `loguru.logger`."""
+    top = type(obj).__module__.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("torch", "numpy") or is_user_code(type(obj).__module__):
+        return None
+    variables = list(namespace(sys.modules.get(top)).items())
+    return next((f"{top}:{name}" for name, value in variables if value is obj), None)
 
 
 def is_found(obj: object, path: str) -> bool:
@@ -196,11 +208,7 @@ def dump(
                 os.truncate(written, 0)
             written.unlink(missing_ok=True)
             if getattr(cause_of(exc), "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                raise LaunchError(
-                    f"the disk of {written.parent} is full",
-                    why="calls, and what they return, are sent in files in the temporary folder",
-                    fix="free some space there, or set TMPDIR to a folder on another disk",
-                ) from None
+                raise full_disk_error(written.parent) from None
         name, reason = _find_unpicklable(parts) or ("the call", exc)
         if "get_ipython" in name:
             fix = "a line with ! or % is the notebook's own: write subprocess.run(...) in the function"
@@ -209,6 +217,15 @@ def dump(
         raise raises(f"{name} cannot be pickled", why=why, fix=fix) from exc
     if isinstance(file, Path) and isinstance(written, Path):
         written.replace(file)
+
+
+def full_disk_error(folder: Path, what: str = "") -> LaunchError:
+    """Return the error for a folder whose disk has no space for a call, or for what comes back from it."""
+    return LaunchError(
+        f"the disk of {folder} is full{what}",
+        why="calls, and what they return, are sent in files in the temporary folder",
+        fix="free some space there, or set TMPDIR to a folder on another disk",
+    )
 
 
 def cause_of(exc: BaseException) -> BaseException:

@@ -32,7 +32,7 @@ from parallelize.call.reachable import (
 )
 from parallelize.torch_patches.step import parameters_of
 
-__all__ = ["Changes", "data_of", "restore", "unreturned_warning"]
+__all__ = ["Changes", "bytes_of_models", "data_of", "restore", "unreturned_warning"]
 
 # Attributes of modules and optimizers that come back, or never change.
 _OF_TORCH = frozenset({"training", "defaults", "param_groups", "state"})
@@ -73,6 +73,13 @@ def _access(item: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     if issubclass(type(item), GENERATORS):
         return lambda: item.__reduce__()[2], item.__setstate__
     return item.state_dict, item.load_state_dict
+
+
+def bytes_of_models(stateful: Sequence[Any]) -> int:
+    """Return the size of the parameters and buffers that come back."""
+    models = [item for item in stateful if is_a(item, nn.Module)]
+    tensors = (each for item in models for each in _tensors(item).values() if not is_lazy(each))
+    return sum(each.nbytes for each in tensors if not each.is_meta)
 
 
 class Changes:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import io
 import os
+import shutil
 import socket
 import sys
 import time
@@ -22,9 +23,9 @@ import torch
 from torch import nn
 
 from parallelize.call.module_values import ModuleValues
-from parallelize.call.pickling import dump, load, pickle_by_value_unless_importable
+from parallelize.call.pickling import dump, full_disk_error, load, pickle_by_value_unless_importable
 from parallelize.call.reachable import CODE, free_variables, is_a, is_stateful, namespace
-from parallelize.call.returned import data_of
+from parallelize.call.returned import bytes_of_models, data_of
 from parallelize.call.tracebacks import shorten_chain
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
@@ -92,6 +93,7 @@ class Task:
 
         Raises:
             ConfigError: an argument, or a variable that the function uses, cannot be pickled.
+            LaunchError: the disk has no space for the call, or for the models that come back.
         """
         parts = {
             f"the function {self.name!r}": self.function,
@@ -110,6 +112,9 @@ class Task:
 
         pickle_by_value_unless_importable(self.function)
         dump(call, path, parts=parts, on_object=see)
+        size, free = bytes_of_models(self.stateful), shutil.disk_usage(path.parent).free
+        if free < size and self.layout.config.update_modules:
+            raise full_disk_error(path.parent, f": {free:,} bytes are free, and models of {size:,} bytes come back")
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:

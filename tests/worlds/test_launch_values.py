@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,11 @@ FULL = """
         model = weight(500)
         nn.init.zeros_(model.weight)
         train(model)
+        other = weight(1900)  # 3.8 MB
+        try:
+            train(other)
+        except Exception as error:
+            print(repr(error))
         print("trained", model.weight.mean().item())
 """
 
@@ -78,10 +85,31 @@ def test_a_full_temporary_folder_is_named_and_costs_no_weights(tmp_path: Path) -
             (folder / "big").unlink()
             shown += process.stdout.read()
         assert re.search(r"LaunchError\(.*the disk of \S*small\S* is full", shown), shown
+        assert re.search(r"LaunchError\(.*is full: \S+ bytes are free, and models of 3,807,600 bytes", shown), shown
         assert "cannot be pickled" not in shown
         assert re.search(r"trained -0.2", shown), shown
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+def test_folders_of_killed_programs_are_removed_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that nobody has locked goes, with what is in it; that of a call that runs stays, as one just made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, used, new = (tmp_path / f"parallelize-call-{name}" for name in ("killed", "used", "new"))
+    for each in (killed, used, new):
+        each.mkdir()
+        (each / "task").write_bytes(b"weights")
+    for each in (killed, used):
+        os.utime(each, (0, 0))
+    number = os.open(used, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        echo()
+    finally:
+        os.close(number)
+    assert sorted(tmp_path.glob("*/task")) == sorted([used / "task", new / "task"])
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ caller ── pickles the call ──> nodes meet ──> Workers ──> outcom
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -36,6 +38,9 @@ from parallelize.worker.main import WorkerSetup, task_path
 
 __all__ = ["LocalLauncher", "worker_environ"]
 
+
+_CALL_FOLDER = "parallelize-call-"
+_LEFT_AFTER_S = 60.0  # when a folder without a lock is not one that is being made
 
 _log = logging.getLogger("parallelize")
 
@@ -106,8 +111,7 @@ class LocalLauncher(Launcher):
     ) -> tuple[list[Outcome], BaseException | None]:
         """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
-        with tempfile.TemporaryDirectory(prefix="parallelize-call-", ignore_cleanup_errors=True) as name:
-            folder = Path(name)
+        with _call_folder() as folder:
             task.write(task_path(folder))
             keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
             with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
@@ -169,6 +173,32 @@ class LocalLauncher(Launcher):
         else:
             node = replace(node, master_addr=resolvable_address(node.master_addr))
         return Nodes(node, task, patience_s=self.heartbeat_timeout, key=environ.get("PARALLELIZE_KEY", ""))
+
+
+@contextlib.contextmanager
+def _call_folder() -> Iterator[Path]:
+    """Make the folder of a call, locked as long as this process lives; remove those of processes that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_CALL_FOLDER}*"):
+        with contextlib.suppress(OSError), _opened(left) as number:  # another user's, or locked
+            about = os.fstat(number)
+            if about.st_uid == os.getuid() and time.time() - about.st_mtime > _LEFT_AFTER_S:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_CALL_FOLDER, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with _opened(folder) as number:
+            with contextlib.suppress(OSError):  # a disk without locks
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        yield number
+    finally:
+        os.close(number)
 
 
 def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:
