@@ -18,7 +18,9 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -38,6 +40,7 @@ from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
 from parallelize.config.layout import RUN_ID, Layout
 from parallelize.errors import LaunchError, add_note
+from parallelize.hang_detection.stack_frames import call_site
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.context import EVALUATES, Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
@@ -150,9 +153,23 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
             populate_main(task.function)
             pickle_main_by_value(folder)
             _perform(task, world, shutdown, setup)
-        faulthandler.dump_traceback_later(LEAVE_GRACE_S, exit=True, file=2)  # sys.stderr may be another object by now
+        threads = threading.Timer(LEAVE_GRACE_S, _leave_threads)
+        threads.daemon = True
+        threads.start()
+        # If the process is in compiled code. sys.stderr may be another object by now.
+        faulthandler.dump_traceback_later(1.2 * LEAVE_GRACE_S, exit=True, file=2)
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
+
+
+def _leave_threads() -> None:
+    """End a process that waits for threads which the function has left; the caller logs the last line of stderr."""
+    left = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    frames = sys._current_frames()
+    lines = [f"{each.name} at {call_site([*traceback.walk_stack(frames[each.ident])])}" for each in left if each.ident]
+    if lines:
+        sys.stderr.write(f"threads that the function has left were ended: {', '.join(lines)}\n")
+        os._exit(1)
 
 
 def refuse_during_task_load(name: str) -> None:
