@@ -101,7 +101,7 @@ ROOMS: Mapping[str, int] = {
     "comparison": 1_583,
     "config": 5_879,
     "data": 12_112,
-    "hang_detection": 4_500,
+    "hang_detection": 4_499,
     "launchers": 16_899,
     "plugins": 1_611,
     "precision": 6_986,

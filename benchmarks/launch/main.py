@@ -1,7 +1,8 @@
 """Time to call a trivial function in two processes: this library and others, in turns.
 
 Each measurement is a new Python process that imports the contender's library and makes two calls, one call with a
-200 MB model, and one call in which rank 1 raises. Contenders take turns, so that other load affects all of them.
+200 MB model, and one call in which rank 1 raises; or one call of a function that makes an optimizer. Contenders take
+turns, so that other load affects all of them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def trivial() -> float:
     dist.all_reduce(total)
     assert total.item() == 3.0
     return total.item()
+
+
+def training() -> None:
+    trivial()
+    layer = nn.Linear(4, 1)
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()  # the first optimizer of a process imports torch._dynamo
 
 
 def with_model(model: nn.Module) -> float:
@@ -169,7 +176,7 @@ CONTENDERS: dict[str, tuple[Callable[..., None], str, bool, bool]] = {
     "Monarch, kept processes": (monarch, "monarch", True, True),
     "Accelerate, debug_launcher": (accelerate_fork, "accelerate", False, True),
 }
-MEASURES = ("first", "second", "model", "failure")
+MEASURES = ("first", "second", "model", "failure", "training")
 
 
 def measure(name: str, measures: tuple[str, ...]) -> None:
@@ -181,6 +188,8 @@ def measure(name: str, measures: tuple[str, ...]) -> None:
         start = time.perf_counter()
         if what in ("first", "second"):
             call(trivial)
+        elif what == "training":
+            call(training)
         elif what == "model" and takes_model:
             call(with_model, model)
         elif what == "failure":
@@ -229,7 +238,7 @@ def run(name: str, measures: tuple[str, ...]) -> dict[str, float]:
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
     """Return the table: median and minimum seconds, ratio to parallelize, and the number of rounds if some failed."""
-    titles = ("first call", "second call", "with a 200 MB model", "from failure to exception")
+    titles = ("first call", "second call", "with a 200 MB model", "from failure to exception", "first that trains")
     lines = [f"| | after CUDA | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
     for name, rounds in results.items():
         cells = []
@@ -253,7 +262,10 @@ def main(rounds: int, measures: tuple[str, ...], contenders: list[str]) -> None:
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(rounds):
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            results[name].append(run(name, measures))
+            found = run(name, tuple(each for each in measures if each != "training"))
+            if "training" in measures:  # a first call, too
+                found |= run(name, ("training",))
+            results[name].append(found)
             print(number, name, results[name][-1], file=sys.stderr)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, {rounds} rounds"
     print(f"Two processes, gloo, CPU; median / least (ratio of medians to parallelize). {versions}.\n")

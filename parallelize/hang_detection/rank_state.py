@@ -80,8 +80,11 @@ class RankState(NamedTuple):
 
 def progress() -> list[tuple[int, int]]:
     """Return the last begun and the last completed collective of each group and library; reads no entries."""
-    groups = [each for trace in _dump(entries=False) for _, each in sorted(trace["pg_status"].items())]
-    return [(each["last_enqueued_collective"], each["last_completed_collective"]) for each in groups]
+    return [
+        (each["last_enqueued_collective"], each["last_completed_collective"])
+        for trace in _dump(entries=False)
+        for _, each in sorted(trace["pg_status"].items())
+    ]
 
 
 def latest_collectives(since_ns: int) -> list[Collective]:

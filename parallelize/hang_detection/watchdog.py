@@ -24,6 +24,7 @@ This needs a separate thread: the main thread is in compiled code, where no Pyth
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -103,7 +104,7 @@ class Judge:
         state = self.observe()
         self.store.set(f"state/{self.rank}", json.dumps(state))
         if self.rank == 0 and self.store.check(["line"]):  # the user sees rank 0's output
-            logging.getLogger("parallelize").warning("%s", self.store.get("line").decode())
+            logging.getLogger("parallelize").warning(self.store.get("line").decode())
             self.store.delete_key("line")
         if state.status != "waiting":
             return None
@@ -156,6 +157,16 @@ def _end_program(error: SyncError) -> None:
         os._exit(1)
 
 
+def _allow_captures() -> None:
+    """Let this thread query events while another one captures a CUDA graph, which that would end by default.
+
+    NCCL's recorder queries events. torch's own watchdog is in the same mode, cudaStreamCaptureModeThreadLocal.
+    """
+    with contextlib.suppress(OSError):  # a torch without CUDA
+        runtime = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"
+        ctypes.CDLL(runtime).cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(1)))
+
+
 class Watchdog:
     """Detects hangs of the thread that enters `watch`; inactive outside of that block.
 
@@ -193,7 +204,6 @@ class Watchdog:
         own_store.set_timeout(timedelta(seconds=10))  # so that a call fails if the store is lost
         judge = Judge(own_store, dist.get_rank(), dist.get_world_size(), timeout_s, self._state)
         self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]  # torch's
         self._is_over, self._stack = threading.Event(), None
         self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()
@@ -233,8 +243,8 @@ class Watchdog:
         return verdict
 
     def _run(self, judge: Judge) -> None:
-        # NCCL's recorder queries events, which would make a context on device 0. An error: the store is lost.
-        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):
+        _allow_captures()
+        with contextlib.suppress(RuntimeError):  # the store is lost
             while not self._is_over.wait(_CHECK_EVERY_S):
                 self._look()
                 verdict = judge.check(is_waiting=self._status == "waiting")
@@ -275,7 +285,7 @@ class Watchdog:
         """Return the main thread's position: while it is the same, that thread has not moved."""
         done = progress()
         frame = sys._current_frames()[self._main]
-        return (id(frame), frame.f_trace, frame.f_lasti, done)
+        return id(frame), frame.f_trace, frame.f_lasti, done
 
     def _state(self) -> RankState:
         """Return the state of this rank."""

@@ -82,7 +82,8 @@ def test_a_second_context_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @distributed(gpus=2)
 def device_of_watch_thread() -> int:
     watchdog, seen = current().watchdog, []
-    watchdog.on_look = lambda _stack: seen.append(torch.cuda.current_device())
+    before = watchdog.on_look
+    watchdog.on_look = lambda stack: (before(stack), seen.append(torch.cuda.current_device()))
     while not seen:
         time.sleep(0.05)
     return seen[0]
