@@ -18,6 +18,7 @@ SETTINGS = """
 
     lr = fixed = 1
     width = depth = 1
+    chosen = None
     rank = int(os.environ.get("RANK", -1))
     table = {"a": 1}
     names = ["a"]
@@ -32,7 +33,7 @@ SETTINGS = """
             lr = value
 
     def values():
-        return lr, fixed, width, depth, table, names, options.a, options.parts, Defaults.lr
+        return lr, fixed, width, depth, chosen, table, names, options.a, options.parts, Defaults.lr
 """
 USER = """
     import os
@@ -60,7 +61,7 @@ SCRIPT = """
 
     use()
     settings.set_lr(2)
-    for name, value in {"width": 5, "depth": 6}.items():
+    for name, value in {"width": 5, "depth": 6, "chosen": {"a": 1}}.items():
         setattr(settings, name, value)
     settings.table["b"] = 2
     names.append("b")
@@ -94,7 +95,7 @@ def test_workers_have_the_programs_values(write: Callable[..., None], run_script
     write(settings=SETTINGS, user=USER)
     done = run_script(SCRIPT)
     values, users, rank = ast.literal_eval(done.stdout)
-    assert values == (2, 4, 5, 6, {"a": 1, "b": 2}, ["a", "b"], 3, [1, 2], 7)
+    assert values == (2, 4, 5, 6, {"a": 1}, {"a": 1, "b": 2}, ["a", "b"], 3, [1, 2], 7)
     assert users == (True, ["a", "b"], [1, 2], True, None)
     assert rank == 0
     assert "not sent to the workers: user.stream (TextIOWrapper); set it in the function" in done.stderr
