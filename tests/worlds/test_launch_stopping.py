@@ -141,6 +141,15 @@ def test_a_signal_to_the_caller_ends_everything(
     assert script.process.returncode == -number
 
 
+def test_nohup_is_respected(start: Callable[..., Script]) -> None:
+    """A signal that the program ignores does not end a call: the next one does, which it does not ignore."""
+    script = start("forkserver", "nohup")
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        script.process.send_signal(number)
+    script.assert_gone()
+    assert script.process.returncode == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_killed_caller_leaves_no_orphan(start_method: str, start: Callable[..., Script]) -> None:
     """SIGKILL cannot be handled; workers notice it, run their `finally` blocks and end, with all they started."""
