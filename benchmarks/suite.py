@@ -50,7 +50,9 @@ BENCHMARKS = {
     ),
     "auto": Benchmark(quick=("--models", "large embedding", "--steps", "3", "--rounds", "1")),
     "balanced": Benchmark(quick=("--models", "conv chain", "--no-host")),
-    "checkpoint": Benchmark(quick=("--megabytes", "10", "--rounds", "1")),
+    "checkpoint": Benchmark(
+        quick=("--megabytes", "10", "--rounds", "1"), on_gpu="how long a save holds a loop on the GPU"
+    ),
     "data": Benchmark(quick=("--rounds", "1"), on_gpu="(b): whether the copy of a batch is hidden"),
     "faults": Benchmark(quick=("--rounds", "1", "--faults", "killed")),
     "launch": Benchmark(
@@ -58,6 +60,10 @@ BENCHMARKS = {
     ),
     "logical": Benchmark(
         quick=("--rounds", "1", "--steps", "2", "--models", "8 convolutions", "--processes", "1", "--parts", "2")
+    ),
+    "overlap": Benchmark(
+        quick=("--turns", "1", "--steps", "1", "--rows", "8"),
+        on_gpu="that of two ranks on one GPU by gloo, or on two by NCCL",
     ),
     "scale": Benchmark(quick=("--counts", "1", "4", "--seconds", "1", "--processes", "1", "2")),
     "scaling": Benchmark(

@@ -22,13 +22,20 @@ from torch import nn
 import parallelize
 
 _STEPS_PER_SAVE = 40
+_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait_for_device() -> None:
+    """Wait until the GPU, if there is one, has done what was asked of it."""
+    if _DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def state(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an AdamW after one step, `megabytes` MB in all: a third weights, the rest moments."""
     width = 2048
     layers = max(round(megabytes * 1e6 / 3 / (4 * width * width)), 1)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=_DEVICE) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -52,7 +59,7 @@ def torch_save_and_sync(path: Path, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def torch_load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    content = torch.load(path, weights_only=True)
+    content = torch.load(path, weights_only=True, map_location=_DEVICE)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
 
@@ -84,8 +91,10 @@ LOADS: dict[str, tuple[Callable[..., None], str]] = {
 
 def seconds(call: Callable[..., None], path: Path, training_state: TrainingState) -> float:
     os.sync()  # flush dirty pages that an earlier call has left
+    wait_for_device()
     started = time.monotonic()
     call(path, *training_state)
+    wait_for_device()
     return time.monotonic() - started
 
 
@@ -105,12 +114,13 @@ def measure(megabytes: int, rounds: int) -> dict[str, list[float]]:
 def stalls(megabytes: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """Return, by way of saving, the seconds that a save holds the loop, and those of steps while it is written."""
     model, optimizer = state(megabytes)
-    inputs, weight = torch.randn(256, 2048), next(model.parameters())
+    inputs, weight = torch.randn(256, 2048, device=_DEVICE), next(model.parameters())
 
     def step() -> float:
         started = time.monotonic()
         with torch.no_grad():
             inputs @ weight
+        wait_for_device()
         return time.monotonic() - started
 
     @contextlib.contextmanager
@@ -164,9 +174,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     taken = measure(arguments.megabytes, arguments.rounds)
-    print(
-        f"{arguments.megabytes} MB, {arguments.rounds} rounds, {platform.machine()}, {os.cpu_count()} cores, ", end=""
-    )
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {_DEVICE.type}"
+    print(f"{arguments.megabytes} MB, {arguments.rounds} rounds, {machine}, ", end="")
     print(f"Python {platform.python_version()}, torch {torch.__version__}\n")
     print("| | median / least | of plain torch |\n|---|---|---|")
     for name, each in taken.items():

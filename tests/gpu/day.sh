@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# All that a machine with one GPU can show, within 9 minutes and without a network: the gpu tests, the CUDA sanitizer over
-# the prefetch tests, and the GPU rows of the benchmarks.
+# All that a machine with one GPU can show, without a network, in two calls of at most 9 minutes: the gpu tests, the CUDA
+# sanitizer over the prefetch tests, and the GPU rows of the benchmarks; then what takes long, or two GPUs show better.
 #
 #     OUT=day bash tests/gpu/day.sh                                   on a GPU
+#     OUT=day PARTS=more bash tests/gpu/day.sh                        the second call
 #     OUT=day python tests/fake_cuda bash tests/gpu/day.sh --short    on the pretended device, with shorter benchmarks
 #
-# Leaves in $OUT: facts.txt, tests.log, tests.xml, sanitizer.log, benchmarks.log and a JSON file per benchmark. The exit
-# status is the number of parts that failed. The package is run from this checkout, without an installation; a folder of
+# Leaves in $OUT: facts.txt, tests.log, tests.xml, sanitizer.log, benchmarks.log, more.log, a JSON file per benchmark, and
+# gpu.json with all of them, for benchmarks/results. The exit status is the number of parts that failed. The package is run from this checkout, without an installation; a folder of
 # wheels in $WHEELS (default: .wheels) provides what the machine lacks, such as wrapt and cloudpickle:
 #
 #     pip download --dest .wheels --only-binary=:all: --no-deps --python-version 3.12 wrapt cloudpickle
@@ -15,6 +16,7 @@ cd "$(dirname "$0")/../.."
 mkdir -p "${OUT:?set OUT to a folder for the results}"
 out=$(cd "$OUT" && pwd)
 short=$([ "${1:-}" = --short ] && echo yes)
+parts=${PARTS:-tests sanitizer benchmarks}
 python=$(command -v python3)
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -28,10 +30,12 @@ failed=0
 part() { # part NAME SECONDS COMMAND...: run a command with a time limit, and write its output to NAME.log
     local name=$1 seconds=$2 begin=$SECONDS
     shift 2
+    [[ " $parts " == *" $name "* ]] || return 0
     timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1
     local status=$?
     [ $status -eq 0 ] || failed=$((failed + 1))
     echo "$name: exit status $status after $((SECONDS - begin)) s"
+    [ $status -eq 0 ] || grep -m 1 -A 30 -E '^_{3,} .* _{3,}$' "$out/$name.log"  # what has failed first
     tail -n "${LINES_SHOWN:-12}" "$out/$name.log" | cut -c1-250
 }
 
@@ -51,7 +55,7 @@ sanitizer=()
 part sanitizer "${SANITIZER_S:-60}" "${sanitizer[@]}" "${pytest[@]}" -W ignore tests/gpu/test_data_device.py \
     -k "order or reads_no or reused or reuses or another_stream"
 
-part benchmarks "${BENCHMARKS_S:-200}" "$python" - "$out" "$short" <<'PYTHON'
+cat >"$site/run_benchmarks.py" <<'PYTHON'
 import pathlib
 import sys
 
@@ -59,21 +63,45 @@ sys.path.insert(0, "benchmarks")
 import suite
 
 arguments = {
-    "data": ("--rounds", "3"),
-    "step_overhead": ("--ranks", "1", "--turns", "3"),
-    "amp": ("--rounds", "1"),
+    "benchmarks": {
+        "data": ("--rounds", "3"),
+        "step_overhead": ("--ranks", "1", "--turns", "3"),
+        "amp": ("--rounds", "1"),
+    },
+    "more": {
+        "overlap": (),
+        "checkpoint": ("--megabytes", "4000", "--rounds", "3"),
+        "auto": ("--rounds", "1"),
+    },
 }
-if sys.argv[2]:
+if sys.argv[3]:
     arguments = {
-        "step_overhead": ("--ranks", "1", "--turns", "1", "--works", "MLP"),
-        "amp": ("--rounds", "1", "--size", "small", "--nets", "gpt"),
+        "benchmarks": {
+            "step_overhead": ("--ranks", "1", "--turns", "1", "--works", "MLP"),
+            "amp": ("--rounds", "1", "--size", "small", "--nets", "gpt"),
+        },
+        "more": {
+            "overlap": ("--turns", "1", "--steps", "1", "--rows", "8"),
+            "checkpoint": ("--megabytes", "10", "--rounds", "1"),
+        },
     }
 folder = pathlib.Path(sys.argv[1])
 done = []
-for name, given in arguments.items():
+for name, given in arguments[sys.argv[2]].items():
     suite.BENCHMARKS[name] = suite.Benchmark(full=given)
     done.append(suite.run(name, folder, is_quick=False))
 sys.exit(not all(done))
+PYTHON
+part benchmarks "${BENCHMARKS_S:-200}" "$python" "$site/run_benchmarks.py" "$out" benchmarks "$short"
+part more "${MORE_S:-480}" "$python" "$site/run_benchmarks.py" "$out" more "$short"
+"$python" - "$out" <<'PYTHON'
+import json
+import pathlib
+import sys
+
+folder = pathlib.Path(sys.argv[1])
+found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "gpu"}
+(folder / "gpu.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 PYTHON
 rm -f "$out"/*.svg
 ls "$out"
