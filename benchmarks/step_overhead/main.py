@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -243,9 +243,20 @@ def _calls(step: Step, x: torch.Tensor) -> int:
     return min(numbers)
 
 
-def measure(name: str, level: str, contenders: Sequence[str], turns: int) -> dict[str, tuple[int, list[Cost]]]:
+def _compiled(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.compiler.reset()  # of the models before it, dynamo compiles a few only
+    model = make()
+    model.compile()
+    return model
+
+
+def measure(
+    name: str, level: str, contenders: Sequence[str], turns: int, *, is_compiled: bool
+) -> dict[str, tuple[int, list[Cost]]]:
     """Return the calls of a step, and one measurement per turn, for each contender; runs in every process."""
     work = works(on_gpu=parallelize.device().type == "cuda")[name]
+    if is_compiled:
+        work = replace(work, make=functools.partial(_compiled, work.make))
     x = work.batch(parallelize.device())
     calls: dict[str, int] = {}
     found: dict[str, list[Cost]] = {each: [] for each in contenders}
@@ -282,6 +293,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--works", nargs="+", help="some of the models")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
+    parser.add_argument("--compile", action="store_true", help="of models that torch.compile compiles")
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     present = [name for name, (package, _) in CONTENDERS.items() if importlib.util.find_spec(package)]
@@ -293,13 +305,15 @@ def main() -> None:
     columns += ["ratio of wall time", "peak"] if gpus else []
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for ranks in options.ranks:
-        where: dict[str, Any] = {"gpus": ranks} if gpus >= ranks else {"processes": ranks}
+        shared = (0,) * ranks  # one GPU, by gloo
+        where: dict[str, Any] = {"gpus": ranks if gpus >= ranks else shared} if gpus else {"processes": ranks}
         for name in options.works or works(on_gpu="gpus" in where):
             call = parallelize.distributed(**where)(measure)
             for level in options.levels:
                 loops = {"O0": present, "fsdp": list(SHARDED)}.get(level, ["by hand", "parallelize"])
                 if level != "fsdp" or ranks > 1:
-                    report(name, ranks, level, call(name, level, loops, options.turns))
+                    found = call(name, level, loops, options.turns, is_compiled=options.compile)
+                    report(name, ranks, level + ", compiled" * options.compile, found)
 
 
 if __name__ == "__main__":

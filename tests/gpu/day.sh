@@ -57,38 +57,44 @@ part sanitizer "${SANITIZER_S:-60}" "${sanitizer[@]}" "${pytest[@]}" -W ignore t
 
 cat >"$site/run_benchmarks.py" <<'PYTHON'
 import pathlib
+import shlex
 import sys
 
 sys.path.insert(0, "benchmarks")
 import suite
 
-arguments = {
+commands = {  # name of the results, in the order in which they are wanted
     "benchmarks": {
-        "data": ("--rounds", "3"),
-        "step_overhead": ("--ranks", "1", "--turns", "3"),
-        "amp": ("--rounds", "1"),
+        "data": "--rounds 3",
+        "step_overhead": "--ranks 1 --turns 3",
+        "amp": "--rounds 1",
     },
     "more": {
-        "overlap": (),
-        "checkpoint": ("--megabytes", "4000", "--rounds", "3"),
-        "auto": ("--rounds", "1"),
+        "step_overhead/compiled": "--ranks 1 --turns 2 --levels O0 'O1 bf16' --compile",
+        "overlap": "",
+        "checkpoint": "--megabytes 4000 --rounds 3",
+        "step_overhead/two_ranks": "--ranks 2 --turns 2 --levels O0 fsdp --works 'GPT 124M'",
+        "auto": "--rounds 1",
     },
 }
 if sys.argv[3]:
-    arguments = {
+    commands = {
         "benchmarks": {
-            "step_overhead": ("--ranks", "1", "--turns", "1", "--works", "MLP"),
-            "amp": ("--rounds", "1", "--size", "small", "--nets", "gpt"),
+            "step_overhead": "--ranks 1 --turns 1 --works MLP",
+            "amp": "--rounds 1 --size small --nets gpt",
         },
         "more": {
-            "overlap": ("--turns", "1", "--steps", "1", "--rows", "8"),
-            "checkpoint": ("--megabytes", "10", "--rounds", "1"),
+            "overlap": "--turns 1 --steps 1 --rows 8",
+            "checkpoint": "--megabytes 10 --rounds 1",
+            "step_overhead/two_ranks": "--ranks 2 --turns 1 --levels O0 fsdp --works MLP",
         },
     }
-folder = pathlib.Path(sys.argv[1])
 done = []
-for name, given in arguments[sys.argv[2]].items():
-    suite.BENCHMARKS[name] = suite.Benchmark(full=given)
+for result, given in commands[sys.argv[2]].items():
+    name, _, kind = result.partition("/")
+    folder = pathlib.Path(sys.argv[1], kind)
+    folder.mkdir(exist_ok=True)
+    suite.BENCHMARKS[name] = suite.Benchmark(full=tuple(shlex.split(given)))
     done.append(suite.run(name, folder, is_quick=False))
 sys.exit(not all(done))
 PYTHON
@@ -100,9 +106,10 @@ import pathlib
 import sys
 
 folder = pathlib.Path(sys.argv[1])
-found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "gpu"}
+paths = [path for path in sorted(folder.rglob("*.json")) if path.stem != "gpu"]
+found = {str(path.relative_to(folder).with_suffix("")): json.loads(path.read_text()) for path in paths}
 (folder / "gpu.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 PYTHON
-rm -f "$out"/*.svg
+rm -f "$out"/*.svg "$out"/*/*.svg
 ls "$out"
 exit "$failed"
