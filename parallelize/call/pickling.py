@@ -36,7 +36,6 @@ from parallelize.call.reachable import (
     CONTAINERS,
     PROXY,
     is_a,
-    is_stateful,
     is_user_code,
     namespace,
     variables_of,
@@ -81,6 +80,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         path = self._path_of(obj)
         if path is not None:
             return pkgutil.resolve_name, (path,)
+        if (path := _path_in_library(obj)) is not None:
+            return _from_library, (path, kind)
         if kind is types.CodeType:  # cloudpickle leaves out the file, which tracebacks name
             make, args = self.dispatch_table[types.CodeType](obj)
             return make, tuple(obj.co_filename if x == "<dynamic-code>" else x for x in args)
@@ -113,7 +114,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             name = obj.__name__ if is_a(obj, types.ModuleType) else f"torch.ops.{obj}"
             return name if kind is not types.ModuleType and is_found(obj, name) else None
         if not (is_a(obj, (types.FunctionType, type)) or kind.__module__ == "functools"):
-            return None if is_stateful(obj) or is_a(obj, CONTAINERS) else _path_in_library(obj)
+            return None
         module = sys.modules.get(obj.__module__)
         if module is None:
             return None
@@ -127,12 +128,24 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def _path_in_library(obj: object) -> str | None:
-    """Return the path of an object that the library of its class makes on import, such as `loguru.logger`."""
+    """Return the path of an object that cannot be pickled, and that its library makes on import: `loguru.logger`."""
     top = type(obj).__module__.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("torch", "numpy") or is_user_code(type(obj).__module__):
         return None
     variables = list(namespace(sys.modules.get(top)).items())
-    return next((f"{top}:{name}" for name, value in variables if value is obj), None)
+    path = next((f"{top}:{name}" for name, value in variables if value is obj), None)
+    if path is not None:
+        with contextlib.suppress(Exception):  # a library's __reduce__ may raise anything
+            cloudpickle.dumps(obj)
+            return None
+    return path
+
+
+def _from_library(path: str, kind: type) -> object:
+    found = pkgutil.resolve_name(path)
+    if type(found) is not kind:
+        raise TypeError(f"{path} is a {type(found).__name__} in a worker: make the {kind.__name__} in the function")
+    return found
 
 
 def is_found(obj: object, path: str) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+
+from parallelize.call.pickling import dump, load
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("loguru", reason="loguru is not installed")
+loguru = pytest.importorskip("loguru", reason="loguru is not installed")
 
 PROGRAM = """
 import sys
@@ -30,3 +33,14 @@ def test_rank_0_is_shown_and_the_file_stays_the_callers(run_script, tmp_path: Pa
     assert "- rank 0 trains" in done.stderr
     assert "rank 1" not in done.stderr
     assert [line.rpartition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()] == ["after the call"]
+
+
+def test_a_process_without_that_object_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a library's object that the program has made, and no import: it is not replaced by None in silence."""
+    number = loguru.logger.add(tmp_path / "log")
+    dump(loguru.logger, tmp_path / "file", parts={})
+    assert load(tmp_path / "file", device=torch.device("cpu")) is loguru.logger
+    loguru.logger.remove(number)
+    monkeypatch.setattr(loguru, "logger", None)
+    with pytest.raises(TypeError, match="loguru:logger is a NoneType in a worker: make the Logger in the function"):
+        load(tmp_path / "file", device=torch.device("cpu"))
