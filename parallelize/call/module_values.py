@@ -197,13 +197,18 @@ def _set_from_rank(path: Path) -> set[str]:
     return found
 
 
-@functools.cache
-def _first_seen(path: Path) -> float:
-    return path.stat().st_mtime
+_seen = dict[str, tuple[object, float]]()  # by module: its spec, which a reload replaces, and the time of its file
 
 
 def edited_modules() -> list[str]:
-    """Return the files of the user's modules that were edited after this program's first call."""
-    files = {_file(each) for name, each in list(sys.modules.items()) if is_user_code(name)}
-    existing = filter(Path.is_file, files)
-    return sorted(str(each) for each in existing if _first_seen(each) != each.stat().st_mtime)
+    """Return the files of the user's modules that were edited after this program's first call, and not reloaded."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if is_user_code(name) and (path := _file(module)).is_file():
+            now = namespace(module).get("__spec__"), path.stat().st_mtime
+            before = _seen.setdefault(name, now)
+            if before[0] is not now[0]:
+                _seen[name] = now
+            elif before != now:
+                found.add(str(path))
+    return sorted(found)

@@ -59,6 +59,7 @@ __all__ = [
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _MAX_DECORATORS = 9
+_CACHED: Any = functools._lru_cache_wrapper
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -82,6 +83,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return pkgutil.resolve_name, (path,)
         if (path := _path_in_library(obj)) is not None:
             return _from_library, (path, kind)
+        if kind is _CACHED and self._is_by_value(obj.__wrapped__):  # whose own reduction is its name
+            return _rebuild_cached, (obj.cache_parameters(), obj.__wrapped__)
         if kind is types.CodeType:  # cloudpickle leaves out the file, which tracebacks name
             make, args = self.dispatch_table[types.CodeType](obj)
             return make, tuple(obj.co_filename if x == "<dynamic-code>" else x for x in args)
@@ -103,6 +106,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             has_attributes = any(type(each) is dict for each in reduced[2:3])
             return (*(*reduced, None, None)[:5], _set_attributes) if has_attributes else reduced
         return super().reducer_override(obj)
+
+    def _is_by_value(self, function: Any) -> bool:
+        module = sys.modules.get(getattr(function, "__module__", ""))
+        return not is_importable(module) and not (self.for_rank and function.__module__ == "__main__")
 
     def _path_of(self, obj: Any) -> str | None:
         """Return the path of an object with a name that cloudpickle does not find.
@@ -156,6 +163,10 @@ def is_found(obj: object, path: str) -> bool:
         return False
 
 
+def _rebuild_cached(parameters: dict[str, Any], function: Callable[..., Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     vars(obj).update(attributes)
 
@@ -171,6 +182,22 @@ def _rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> Base
     error: BaseException = base.__new__(kind, *args)
     base.__init__(error, *args)
     return error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Leaves the classes of this process as they are: another one sends its instances with its state of the class.
+
+    Attributes:
+        known: classes of this process that were sent to others by value.
+    """
+
+    known: Any = frozenset()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = super().find_class(module, name)
+        if name != "_class_setstate":
+            return found
+        return lambda kind, state: kind if kind in self.known else found(kind, state)
 
 
 # Files and bytes
@@ -259,8 +286,11 @@ def load(source: Path | bytes, *, device: torch.device) -> Any:
         return storage if saved_on == "cpu" else storage.to(device=device)
 
     file = source if isinstance(source, Path) else io.BytesIO(source)
+    known = set(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)  # those of this process, by value
+    unpickler = type("Unpickler", (_Unpickler,), {"known": known})
+    module: Any = types.SimpleNamespace(Unpickler=unpickler, __name__=__name__)
     with torch.accelerator.device_index(device.index):
-        return torch.load(file, mmap=file is source, weights_only=False, map_location=locate)
+        return torch.load(file, locate, module, mmap=file is source, weights_only=False)
 
 
 def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -> tuple[str, Exception] | None:

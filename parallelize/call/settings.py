@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -126,6 +127,15 @@ _GENERATORS: _Table = {
     "torch": (lambda: (torch.initial_seed(), torch.get_rng_state().numpy()), _seed_torch),
 }
 _OTHERS: _Table = {
+    "recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "prints": (
+        lambda: vars(torch._tensor_str.PRINT_OPTS),
+        lambda options: torch.set_printoptions(**options),  # type: ignore[no-untyped-call]  # torch's
+    ),
+    "numpy_prints": (
+        lambda: {key: value for key, value in np.get_printoptions().items() if type(value) in (int, str, bool)},
+        lambda options: np.set_printoptions(**options),
+    ),
     "anomalies": (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda modes: torch.autograd.set_detect_anomaly(*modes),
@@ -204,8 +214,8 @@ class LogSettings:
             has_handlers = any(type(h) is not logging.NullHandler for h in each.handlers)
             loggers[name] = each.level, each.propagate, each.disabled, has_handlers
         formatters = (each.formatter for each in logging.root.handlers)
-        # A formatter of another class may not be picklable.
-        plain = (each for each in formatters if type(each) is logging.Formatter)
+        # One of another class, or with a converter of its own, may not be picklable.
+        plain = (each for each in formatters if type(each) is logging.Formatter and "converter" not in vars(each))
         return cls(loggers, next(plain, None))
 
     def apply(self, send: Callable[[str], object] | None = None) -> None:
@@ -236,7 +246,7 @@ def _loggers() -> dict[str, logging.Logger]:
 
 
 class _Forwarder(QueueHandler):
-    """Sends records, an object of JSON per line, with attributes of text or numbers."""
+    """Sends records, an object of JSON per line; attributes that JSON does not have are sent as text."""
 
     queue: Any  # a function
     last: logging.LogRecord | None = None
@@ -247,8 +257,7 @@ class _Forwarder(QueueHandler):
             super().emit(record)
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        plain = {key: value for key, value in vars(record).items() if type(value) in (str, int, float)}
-        self.queue(json.dumps(plain) + "\n")
+        self.queue(json.dumps(vars(record), default=str, skipkeys=True) + "\n")
 
 
 def append_line(path: Path, line: str) -> None:
@@ -266,11 +275,16 @@ def handle_records(text: str, *, prefix: str, at_least: int) -> None:
         at_least: lowest level of the records that are handled.
     """
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):  # a line that a killed worker has not completed
+        try:
             record = logging.makeLogRecord(json.loads(line))
-            if record.levelno >= at_least:
-                record.msg = prefix + record.msg
+        except ValueError:  # a line that a killed worker has not completed
+            continue
+        if record.levelno >= at_least and record.levelno > logging.root.manager.disable:
+            record.msg, record.levelname = prefix + record.msg, logging.getLevelName(record.levelno)
+            try:
                 logging.getLogger(record.name).handle(record)
+            except Exception:  # noqa: BLE001 - of the user's filter or handler: the call goes on, and keeps its value
+                traceback.print_exc()
 
 
 @contextlib.contextmanager

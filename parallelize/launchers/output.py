@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -121,7 +122,8 @@ def forwarded(tails: Sequence[OutputTail]) -> Iterator[None]:
             for tail in tails:
                 tail.forward(is_last=False)
 
-    thread = threading.Thread(target=forward_new, name="parallelize-output", daemon=True)
+    context = contextvars.copy_context()  # which the caller's filters of log records may read
+    thread = threading.Thread(target=context.run, args=[forward_new], name="parallelize-output", daemon=True)
     thread.start()
     try:
         yield

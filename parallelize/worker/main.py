@@ -104,7 +104,8 @@ class WorkerSetup:
         start_method = multiprocessing.get_start_method(allow_none=True) or "fork"  # which keeps __main__
         sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
         logs, settings, authkey = LogSettings.capture(), Settings.capture(), multiprocessing.current_process().authkey
-        path = [str(Path(each).resolve()) for each in sys.path]
+        # Not a name for a hook of the import, as of a namespace package that is installed editable.
+        path = [str(Path(each).resolve()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
         return cls(folder, environ, devices, start_method, logs, settings, sources, path, sys.argv, bytes(authkey))
 
 

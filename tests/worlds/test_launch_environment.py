@@ -16,6 +16,7 @@ from ranks import free_port
 
 from parallelize import distributed
 from parallelize.cluster.world import World
+from parallelize.errors import LaunchError
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +50,26 @@ def test_the_variables_of_a_worker_are_torchruns() -> None:
 def test_one_process_changes_no_variable() -> None:
     """With processes=1 the calling process keeps its environment."""
     assert environment.options(processes=1)() == {name: os.environ.get(name) for name in NAMES}
+
+
+@distributed(processes=2)
+def path() -> list[str]:
+    return sys.path
+
+
+def test_what_is_no_folder_stays_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the name for a hook of the import, which a namespace package has that is installed editable."""
+    monkeypatch.setattr(sys, "path", [*sys.path, "__editable__.acme.finder.__path_hook__"])
+    assert path()[-1] == "__editable__.acme.finder.__path_hook__"
+
+
+def test_a_current_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes cannot start there."""
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    with pytest.raises(LaunchError, match="the current folder does not exist"):
+        path()
 
 
 def connect(world: World) -> None:

@@ -53,6 +53,46 @@ SCRIPT = """
 """
 
 
+RECORDS = """
+    import contextvars, logging, sys, time
+    import torch
+    from parallelize import distributed
+
+    request = contextvars.ContextVar("request")
+    request.set("mine")
+    logging.addLevelName(25, "NOTICE")
+
+    def add_request(record):
+        record.request = request.get()
+        return record.flag is not None
+
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s %(flag)s %(request)s"))
+    handler.formatter.converter = lambda *_: time.gmtime()
+    handler.addFilter(add_request)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+    @distributed(processes=2)
+    def train(model):
+        torch.nn.init.constant_(model.weight, 3.0)
+        logging.info("without a flag")
+        logging.log(25, "with one", extra={"flag": True})
+        return 7
+
+    model = torch.nn.Linear(1, 1)
+    print(train(model), model.weight.item())
+    logging.disable(25)
+    train(model)
+"""
+
+
+def test_filters_of_the_caller(run_script: Run) -> None:
+    """They see extra values, and the context of the call; one that fails costs neither later records nor the result."""
+    done = run_script(RECORDS)
+    assert done.stdout == "NOTICE with one True mine\n7 3.0\n"
+    assert done.stderr.count("AttributeError: 'LogRecord' object has no attribute 'flag'") == 1
+
+
 def test_records_reach_the_callers_handlers(run_script: Run, tmp_path: Path) -> None:
     """Rank 0's, and warnings of the others: files, formatters, levels; no worker opens a file of an imported module."""
     (tmp_path / "named.py").write_text(textwrap.dedent(NAMED))
@@ -122,6 +162,7 @@ def test_all_ranks_are_logged_with_their_number(caplog: pytest.LogCaptureFixture
 
 
 EDITED = """
+    import importlib
     from pathlib import Path
     import edited
     from parallelize import distributed
@@ -130,13 +171,15 @@ EDITED = """
     print(train())
     Path("edited.py").write_text("def train():\\n    return 'the new code'\\n")
     print(train())
+    importlib.reload(edited)
+    print(distributed(processes=2)(edited.train)())
 """
 
 
 @pytest.mark.slow
 def test_a_module_that_was_edited_is_named(run_script: Run, tmp_path: Path) -> None:
-    """Workers import the new code; this process has the old."""
+    """Workers import the new code; this process has the old, until the module is reloaded."""
     (tmp_path / "edited.py").write_text("def train():\n    return 'the old code'\n")
     done = run_script(EDITED)
-    assert done.stdout == "the old code\nthe new code\n"
+    assert done.stdout == "the old code\nthe new code\nthe new code\n"
     assert done.stderr.count("edited.py was edited after this program imported it") == 1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,50 @@ def test_a_full_temporary_folder_is_named_and_costs_no_weights(tmp_path: Path) -
         assert re.search(r"trained -0.2", shown), shown
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+CLASSES = """
+    import functools
+    from parallelize import distributed
+
+    calls = 0
+
+    @functools.lru_cache(maxsize=None)
+    def fibonacci(n):
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    class Result:
+        runs = 1
+
+        def use(self):
+            global calls
+            calls += 1
+
+    class WrongError(Exception):
+        use = Result.use
+
+    @distributed(processes=2)
+    def train(is_failing):
+        Result.runs = 7
+        if is_failing:
+            raise WrongError
+        return Result(), fibonacci(30)
+
+    if __name__ == "__main__":
+        before = Result.use, WrongError.use
+        result, number = train(False)
+        result.use()
+        try:
+            train(True)
+        except WrongError as error:
+            error.use()
+        print(number, calls, Result.runs, before == (Result.use, WrongError.use), type(result) is Result)
+"""
+
+
+def test_classes_and_caches_of_a_script(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """What comes back is of the caller's own classes, which stay as they are; a cached function is sent anew."""
+    assert run_script(CLASSES).stdout == "832040 2 1 True True\n"
 
 
 def test_folders_of_killed_programs_are_removed_by_the_next_call(

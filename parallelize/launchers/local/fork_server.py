@@ -117,13 +117,13 @@ def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
 def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
     key = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)} if is_preloaded else None
     for server in _servers:
-        is_open = server.control.fileno() >= 0
-        if is_open and (server.owner, server.key) == (os.getpid(), key) and server.process.poll() is None:
+        is_running = server.process.poll() is None and server.control.fileno() >= 0
+        if is_running and (server.owner, server.key) == (os.getpid(), key):
             return server
         server.control.close()
     control, its = socket.socketpair()
     # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
-    path = [str(Path(each).absolute()) for each in sys.path]
+    path = [str(Path(each).absolute()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
     code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({its.fileno()})"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     try:

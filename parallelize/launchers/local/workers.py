@@ -60,10 +60,15 @@ class Workers:
         for world in worlds:
             files = tuple(str(rank_file(output, world.rank, stream)) for stream in ("out", "err"))
             requests.append(pickle.dumps((run, setup, world, files)))
+        try:
+            cwd = str(Path.cwd())
+        except FileNotFoundError as exc:
+            what, why = "the current folder does not exist", "processes start in the folder of their caller"
+            raise LaunchError(what, why=why, fix="change to one that does: os.chdir(...)") from exc
         self._connection = connect(setup.environ, is_preloaded=start_method == "forkserver")
         try:
             with suppress(OSError):
-                self._connection.send((setup.folder, str(Path.cwd()), requests))
+                self._connection.send((setup.folder, cwd, requests))
             while not self._pids:
                 self._look(_LOOK_EVERY_S)
         except BaseException:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import sys  # noqa: F401 - of a line
 import warnings  # noqa: F401 - of a line
 from collections.abc import Callable
 
@@ -66,6 +67,9 @@ LINES = [
     "torch.manual_seed(7)",
     "torch.rand(3)",
     "random.seed(7)",
+    "sys.setrecursionlimit(3000)",
+    "torch.set_printoptions(precision=1)",
+    "numpy.set_printoptions(precision=1, formatter={'int': lambda _: 'x'})",
 ]
 if torch.backends.cuda.is_built():  # other builds refuse to set these
     LINES += [
