@@ -79,6 +79,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch._ops.OpOverload": {
         "_schema": ("find the arguments that an operation writes", 'backend="balanced" fails'),
     },
+    "torch._tensor_str": {
+        "_tensor_str": ("copy the print options", "calls fail"),
+        "PRINT_OPTS": ("copy the print options", "calls fail"),
+    },
     "torch.utils._device": {
         "CURRENT_DEVICE": ("read the default device", "calls fail"),
     },
@@ -190,6 +194,14 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_initializing": ("check whether a module is being imported", "a call at import time runs once per process"),
     },
     "cloudpickle.cloudpickle": {
+        "_DYNAMIC_CLASS_TRACKER_BY_CLASS": (
+            "find the classes that this process has sent by value",
+            "calls fail",
+        ),
+        "_class_setstate": (
+            "leave those classes as they are when one of their instances comes back",
+            "methods of a script's classes get the globals of a copy",
+        ),
         "_DYNAMIC_CLASS_TRACKER_BY_ID": (
             "find classes of __main__ in a worker",
             "classes of notebooks cannot be pickled in a worker",

@@ -59,7 +59,7 @@ __all__ = [
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _MAX_DECORATORS = 9
-_CACHED: Any = functools._lru_cache_wrapper
+_CACHED: Any = type(functools.lru_cache(id))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

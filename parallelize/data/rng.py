@@ -47,14 +47,14 @@ class IsolatedRNG:
     def begin(self, units: Iterable[Any]) -> Iterator[Any]:
         """Draw the first unit from the stream now; the others from the generators as they are."""
         with self:
-            iterator = iter(units)
+            iterator = (each for each in units)  # which calls iter once: an iterator of the user's may begin anew
             first = list(itertools.islice(iterator, 1))
         return itertools.chain(first, iterator)
 
     def draw(self, units: Iterable[Any], *, size: int = 1) -> Iterator[Any]:
         """Yield units, of which `size` at a time are drawn from the stream."""
         with self:
-            iterator = iter(units)
+            iterator = (each for each in units)  # as above
         while True:
             with self:
                 drawn = list(itertools.islice(iterator, size))

@@ -50,6 +50,41 @@ class Sized(Opened):
         return self.length
 
 
+class BeginsAnew:
+    """An iterator that `iter` begins anew, as fast loaders of tensors are that people write."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        self.next = 0
+        return self
+
+    def __next__(self):
+        if self.next == self.length:
+            raise StopIteration
+        self.next += 1
+        return self.next
+
+
+class StreamThatBeginsAnew(BeginsAnew, IterableDataset):
+    pass
+
+
+def first_items(batches):
+    return [torch.as_tensor(each).tolist() for each in itertools.islice(batches, 20)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_that_begins_anew_is_begun_once(workers):
+    """As batches, as a dataset, with workers too, and as a sampler without a length."""
+    assert first_items(shard_loader(BeginsAnew(3))) == [1, 2, 3]
+    loader = DataLoader(StreamThatBeginsAnew(5), batch_size=2, num_workers=workers)
+    assert first_items(shard_loader(loader)) == [[1, 2], [3, 4], [5]]
+    loader = DataLoader(range(9), batch_size=2, sampler=BeginsAnew(5), num_workers=workers)
+    assert first_items(shard_loader(loader)) == [[1, 2], [3, 4], [5]]
+
+
 def worker():
     """Return the number of this worker, and how many there are."""
     info = get_worker_info()
