@@ -490,6 +490,8 @@ def gradients_that_cannot_be_reduced_are_refused() -> None:
         loss = model(own_batch()).sum()
         with pytest.raises(SyncError, match=r"(?s)torch.autograd.grad of sharded parameters.*call backward"):
             torch.autograd.grad(loss, list(model.parameters()))
+        with pytest.raises(SyncError, match=r"(?s)backward\(inputs=...\) with sharded parameters.*call backward"):
+            loss.backward(inputs=list(model.parameters()))
 
 
 @check

@@ -36,7 +36,7 @@ from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.fingerprint import differences, digest, fingerprint
 from parallelize.runtime.process_group import separate_group
-from parallelize.torch_patches.backward import is_in_backward
+from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 
 if TYPE_CHECKING:
     from parallelize.backends.fsdp.plugin import FSDPBackend
@@ -98,6 +98,7 @@ class FSDPEngine(Engine):
         self._writes, self._has_trained, self._is_kept = -1, True, False
         self._steps = Steps(self._refuse_lost_gradients)
         self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(subscribed(Order.BEGIN, full_tensors.refuse_inputs))
         if options.full_state_dict:
             gather = functools.partial(_gather, self._home)
             self._hooks.callback(model.register_state_dict_post_hook(gather).remove)  # type: ignore[no-untyped-call]  # torch's

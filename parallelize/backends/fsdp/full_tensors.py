@@ -36,6 +36,7 @@ from torch.utils import _foreach_utils
 from parallelize.errors import SyncError
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.fingerprint import differences, digest
+from parallelize.torch_patches.backward import Pass, Run
 
 __all__ = [
     "ShardedParameter",
@@ -44,6 +45,7 @@ __all__ = [
     "full_tensor",
     "gathered_view",
     "make_plain",
+    "refuse_inputs",
     "restore",
     "shard_like",
     "stand_for",
@@ -288,17 +290,28 @@ def _call(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if name == "__deepcopy__":
         return _call(torch.clone, args[:1], {})
     if func is torch.autograd.grad:
-        raise SyncError(
-            "torch.autograd.grad of sharded parameters",
-            why="under fsdp, backward averages gradients over the ranks and cuts them into shards",
-            fix="call backward and read .grad, or use backend='ddp'",
-        )
+        raise _gradients_error("torch.autograd.grad of")
     result = _on_shards(func, name, args, kwargs)
     if result is not NotImplemented:
         return result
     if "foreach_" in name and len(args[0]) > 1:
         return _one_by_one(func, args, kwargs)
     return _on_full(func, name, args, kwargs)
+
+
+def refuse_inputs(each: Pass, run: Run) -> None:
+    """Refuse a pass for some sharded parameters: it would give them no gradients. A subscriber."""
+    if any(isinstance(root, _Sharded) for root in each.options["inputs"] or ()):
+        raise _gradients_error("backward(inputs=...) with")
+    run(each)
+
+
+def _gradients_error(what: str) -> SyncError:
+    return SyncError(
+        f"{what} sharded parameters",
+        why="under fsdp, backward averages gradients over the ranks and cuts them into shards",
+        fix="call backward() and read .grad, or use backend='ddp'",
+    )
 
 
 def _set(func: Any, target: Any, value: Any) -> None:
