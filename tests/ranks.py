@@ -37,10 +37,11 @@ __all__ = [
 
 
 def free_port() -> int:
-    """Return a port of loopback that was free."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a port of loopback that was free, and that no connection gets by chance: those are from 32768 on."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return int(free.getsockname()[1])
 
 
 def outputs_of_ranks(script: Path, *arguments: Any, world_size: int = 2, per_node: int = 1) -> list[str]:
