@@ -166,8 +166,9 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
 def _leave_threads() -> None:
     """End a process that waits for threads which the function has left; the caller logs the last line of stderr."""
     left = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    frames = sys._current_frames()
-    lines = [f"{each.name} at {call_site([*traceback.walk_stack(frames[each.ident])])}" for each in left if each.ident]
+    frames: Mapping[Any, Any] = sys._current_frames()  # a thread may have ended just now
+    pairs = [(each.name, frames[each.ident]) for each in left if each.ident in frames]
+    lines = [f"{name} at {call_site([*traceback.walk_stack(frame)])}" for name, frame in pairs]
     if lines:
         sys.stderr.write(f"threads that the function has left were ended: {', '.join(lines)}\n")
         os._exit(1)
