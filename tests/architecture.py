@@ -102,7 +102,7 @@ ROOMS: Mapping[str, int] = {
     "config": 5_879,
     "data": 12_118,
     "hang_detection": 4_499,
-    "launchers": 16_961,
+    "launchers": 17_388,
     "plugins": 1_611,
     "precision": 6_986,
     "runtime": 11_779,

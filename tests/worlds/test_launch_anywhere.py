@@ -305,8 +305,8 @@ def test_every_kind_of_function(kind: str) -> None:
     assert function(1) == expected
 
 
-def test_an_unpicklable_object_is_named_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the variable, argument or attribute, and no process is started."""
+def test_an_unpicklable_object_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable, argument or attribute, and does not wait for the workers."""
     thing = threading.Lock()
     holder = Methods(0)
     holder.own = {"deep": [1, thing]}  # type: ignore[assignment]  # what a user does
@@ -317,10 +317,8 @@ def test_an_unpicklable_object_is_named_before_the_start(monkeypatch: pytest.Mon
     def uses() -> None:
         print(thing)
 
-    def start(*_: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(socket, "send_fds", start)
+    # The fork server does not get the call, so that one which waits for its workers waits for ever.
+    monkeypatch.setattr(socket, "send_fds", lambda *_: None)
     for call, name in [
         (uses, "the variable 'thing'"),
         (lambda: add(1, thing), "argument 1"),
@@ -330,8 +328,6 @@ def test_an_unpicklable_object_is_named_before_the_start(monkeypatch: pytest.Mon
     ]:
         with pytest.raises(ConfigError, match=rf"{re.escape(name)} cannot be pickled\n(.|\n)*'_thread\.lock' object"):
             call()
-    with pytest.raises(AssertionError, match="a process was started"):
-        add(1)
 
 
 LOADED_BY_PATH = """

@@ -172,13 +172,11 @@ class FailsToUnpickle:
         return int, ("no number",)
 
 
-def kill_a_parent(generation: int) -> None:
+def kill_the_server() -> None:
     if rank() == 0:
-        psutil.Process().parents()[generation].kill()
+        psutil.Process().parent().kill()
     time.sleep(LONG_S)
 
-
-NO_SERVER = "the fork server, which starts the worker processes, has ended"
 
 # A function; the exception in the caller: its type, text and attributes.
 RAISED: dict[str, tuple[Callable[[], object], type[Exception], str, dict[str, object]]] = {
@@ -197,8 +195,7 @@ RAISED: dict[str, tuple[Callable[[], object], type[Exception], str, dict[str, ob
     # Only torch's messages about lost connections and timeouts are explained by other ranks.
     "restore": (partial(raise_on_1, "could not restore the model"), RuntimeError, "could not", {"__cause__": None}),
     "timeout": (partial(raise_on_1, "query on replica-3 timed out"), RuntimeError, "query on", {"__cause__": None}),
-    "killed process of the call": (partial(kill_a_parent, 0), LaunchError, NO_SERVER, {}),
-    "killed fork server": (partial(kill_a_parent, 1), LaunchError, NO_SERVER, {}),
+    "killed fork server": (kill_the_server, LaunchError, "the fork server, which starts the worker processes, has", {}),
 }
 
 

@@ -1,7 +1,7 @@
-"""The fork server: it has imported torch once for all calls, and forks the processes that start their workers.
+"""The fork server: it has imported torch once for all calls, and forks their workers.
 
-caller ──> fork server ──> process of a call ──> worker (own process group) ──> its children
-  └── socket: requests ──>    <── process ids, exit codes
+caller ── a socket for each call ──> fork server ──> worker (own process group) ──> its children
+          number of workers, requests ──>  <── process ids, exit codes
 
 A call's workers end when its socket closes, which the kernel does however the caller ends: with SIGTERM, and SIGKILL to
 their process groups some seconds later. That reaches workers that are stopped, or in compiled code, too. The server is
@@ -94,11 +94,11 @@ _start_lock = threading.Lock()
 
 
 def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
-    """Return a connection to a process for one call, which starts the workers.
+    """Return a connection to a fork server, for the workers of one call.
 
-    It gets the call's folder, the caller's current one, and for each worker a pickled tuple of a function and its
-    arguments; then, to end the workers, the seconds between SIGTERM and SIGKILL. It sends the workers' process ids and
-    exit codes, again for each exit.
+    It gets the number of workers, which it forks at once; then the call's folder, the caller's current one, and for
+    each worker a pickled tuple of a function and its arguments; then, to end the workers, the seconds between SIGTERM
+    and SIGKILL. It sends the workers' process ids and exit codes, again for each exit.
 
     Args:
         environ: variables of a fork server that has to be started: the first, after a fork of this process, or if those
@@ -117,7 +117,8 @@ def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
 def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
     key = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)} if is_preloaded else None
     for server in _servers:
-        is_running = server.process.poll() is None and server.control.fileno() >= 0
+        # One that was killed has closed its socket some time before it has ended.
+        is_running = server.control.fileno() >= 0 and not wait([server.control], 0) and server.process.poll() is None
         if is_running and (server.owner, server.key) == (os.getpid(), key):
             return server
         server.control.close()
@@ -167,21 +168,23 @@ def kill_group(pid: int) -> None:
 
 
 def serve(number: int) -> None:
-    """Run the fork server of the process that holds the other end of a socket: fork a process for each call."""
-    control, caller, fork = socket.socket(fileno=number), os.getppid(), multiprocessing.get_context("fork")
+    """Run the fork server of the process that holds the other end of a socket, by which it sends one for each call."""
+    control, caller = socket.socket(fileno=number), os.getppid()
     _preload(json.load(sys.stdin))
     resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # the start of the tracker unblocks some
-    is_open = True
-    while os.getppid() == caller and (is_open or multiprocessing.active_children()):
-        calls = [each.sentinel for each in multiprocessing.active_children()]  # which waits for those that have ended
-        if control not in wait([*calls, *([control] if is_open else [])], _LOOK_EVERY_S):
-            continue
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        is_open = bool(message)
-        for descriptor in descriptors:
-            with Connection(descriptor) as connection:
-                fork.Process(target=_serve_call, args=(connection, control)).start()
+    calls, is_open = list[_Call](), True
+    while is_open or calls:
+        awaited: list[Any] = [*([control] if is_open else []), *(each for call in calls for each in call.awaited())]
+        if control in wait(awaited, _POLL_EVERY_S if calls else _LOOK_EVERY_S):
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            calls += [_Call(Connection(each)) for each in descriptors]
+            is_open = bool(message)
+        has_caller = os.getppid() == caller
+        is_open = is_open and has_caller
+        for call in calls:
+            call.look([control, *(each for other in calls for each in other.files())], has_caller=has_caller)
+        calls = [each for each in calls if not each.connection.closed]
     os._exit(0)
 
 
@@ -208,54 +211,91 @@ def _preload(modules: Sequence[str]) -> None:
     gc.freeze()  # so that collections in workers do not copy the pages of these modules
 
 
-def _serve_call(connection: Connection, control: socket.socket) -> None:
-    """Start the workers of a call, tell the caller how they end, and end them if it asks for that, or has ended."""
-    control.close()
-    server, fork = os.getppid(), multiprocessing.get_context("fork")
-    try:
-        folder, cwd, requests = connection.recv()
-    except (EOFError, OSError):  # the caller was interrupted
-        return
-    workers = [fork.Process(target=_work, args=(connection, cwd, request)) for request in requests]
-    for each in workers:
-        each.start()
-    told, kill_at, is_alone = list[Any](), math.inf, False
-    while True:
-        exitcodes = [each.exitcode for each in workers]
-        if exitcodes != told:
-            told = exitcodes
-            with contextlib.suppress(OSError):  # the caller has ended
-                connection.send(([each.pid for each in workers], exitcodes))
-        is_ending = kill_at < math.inf
-        if time.monotonic() > kill_at or (is_ending and None not in exitcodes):
-            break
-        if not is_ending and os.getppid() != server:
-            connection.close()  # from which the caller hears that the server has ended
-        if not is_ending and (connection.closed or connection.poll()):
+class _Call:
+    """The workers of a call, as the fork server sees them.
+
+    Attributes:
+        connection: to the caller; closed once the workers have ended.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._workers, self._requests = list[Any](), list[Connection]()  # a request for each worker
+        self._folder, self._told = "", list[Any]()
+        self._kill_at, self._is_killed, self._is_alone = math.inf, False, False
+
+    def files(self) -> list[Any]:
+        """Return what the server has open for this call."""
+        return [self.connection, *self._requests]
+
+    def awaited(self) -> list[Any]:
+        """Return what shows that there is something to do."""
+        living = [each.sentinel for each in self._workers if each.exitcode is None]
+        return [*living, *([self.connection] if self._kill_at == math.inf else [])]
+
+    def look(self, files: Sequence[Any], *, has_caller: bool) -> None:
+        """Do what the caller asks for, tell it how its workers end, and end them if it asks for that, or has ended.
+
+        Args:
+            files: what the server has open, and workers must not keep.
+            has_caller: whether the caller runs.
+        """
+        if self._kill_at == math.inf and (not has_caller or self.connection.poll()):
             try:
-                grace_s = connection.recv()
+                self._do(self.connection.recv() if has_caller else None, files)
             except (EOFError, OSError):
-                grace_s, is_alone = _END_GRACE_S, True
-            kill_at = time.monotonic() + grace_s
-            for each in workers:
+                self._do(None, files)
+        exitcodes = [each.exitcode for each in self._workers]
+        if exitcodes != self._told and not self._is_killed:
+            self._told = exitcodes
+            with contextlib.suppress(OSError):  # the caller has ended
+                self.connection.send(([each.pid for each in self._workers], exitcodes))
+        has_ended = None not in exitcodes
+        if not self._is_killed and (time.monotonic() > self._kill_at or (has_ended and self._kill_at < math.inf)):
+            self._is_killed = True
+            for each in self._workers:
+                kill_group(each.pid)
+        if self._is_killed and has_ended:
+            for each in self._workers:
+                each.close()
+            if self._is_alone and self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            self.connection.close()
+
+    def _do(self, request: Any, files: Sequence[Any]) -> None:
+        """Start the workers (int), give each what it runs (tuple), or end them (float; None: the caller has ended)."""
+        if isinstance(request, int):
+            for _ in range(request):
+                its, ours = multiprocessing.Pipe(duplex=False)
+                self._requests.append(ours)
+                fork = multiprocessing.get_context("fork")
+                self._workers.append(fork.Process(target=_work, args=([*files, *self._requests], its)))
+                self._workers[-1].start()
+                its.close()
+        elif isinstance(request, tuple):
+            self._folder, cwd, requests = request
+            for ours, each in zip(self._requests, requests, strict=True):
+                with ours, contextlib.suppress(OSError):  # it was killed
+                    ours.send((cwd, each))
+            self._requests.clear()
+        else:
+            self._is_alone = request is None
+            self._kill_at = time.monotonic() + (_END_GRACE_S if request is None else request)
+            for each in self._workers:
                 each.terminate()
-            continue
-        living = [each.sentinel for each in workers if each.exitcode is None]
-        wait([*living, *([] if kill_at < math.inf else [connection])], _POLL_EVERY_S)
-    for each in workers:
-        assert each.pid is not None
-        kill_group(each.pid)
-    for each in workers:
-        each.join()
-    if is_alone:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _work(connection: Connection, cwd: str, request: bytes) -> None:
+def _work(files: Sequence[Any], its: Connection) -> None:
     """Be a worker: a process in which nothing is left of the fork server but what it has imported."""
     os.setsid()  # a new process group, so that all processes started from here can be killed together
-    connection.close()
+    for each in files:
+        each.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    try:
+        cwd, request = its.recv()
+    except EOFError:  # the server was killed
+        return
+    its.close()
     os.chdir(cwd)
     function, *arguments = pickle.loads(request)
     function(*arguments)

@@ -111,15 +111,16 @@ class LocalLauncher(Launcher):
     ) -> tuple[list[Outcome], BaseException | None]:
         """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
-        with _call_folder() as folder:
+        variables = worker_environ(environ, task.layout, cores=_available_cores())
+        variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
+        workers = Workers(task.layout.local_world_size, variables, is_preloaded=self.start_method != "spawn")
+        with _call_folder() as folder, contextlib.closing(workers):
             task.write(task_path(folder))
             keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
             with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
-                variables = worker_environ(environ, task.layout, cores=_available_cores())
-                variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
                 setup = WorkerSetup.capture(task.layout, folder=str(folder), environ=variables)
                 setup = replace(setup, has_keyboard=keyboard is not None)
-                reports = self._run(task, setup, nodes, signals, keyboard)
+                reports = self._run(task, setup, workers, nodes, signals=signals, keyboard=keyboard)
             found = sorted((pair for report in reports for pair in report.items()), key=itemgetter(0))
             outcomes = [each if isinstance(each, Outcome) else Outcome.read(each) for _, each in found]
         have_reported = len(reports) == task.layout.num_nodes  # a node may leave after its report
@@ -133,7 +134,14 @@ class LocalLauncher(Launcher):
         return [], error
 
     def _run(
-        self, task: Task, setup: WorkerSetup, nodes: Nodes, signals: StopSignals, keyboard: Keyboard | None
+        self,
+        task: Task,
+        setup: WorkerSetup,
+        workers: Workers,
+        nodes: Nodes,
+        *,
+        signals: StopSignals,
+        keyboard: Keyboard | None,
     ) -> list[Mapping[int, Any]]:
         """Run the workers of this node, and show their output; return how those of all nodes have ended."""
         port, logs, size = nodes.start(), task.layout.config.logs, task.layout.local_world_size
@@ -155,7 +163,7 @@ class LocalLauncher(Launcher):
         with forwarded([tail for world in worlds for tail in _tails(folder, world.rank, logs)]):
             what = f"starting {size} processes of {task.name}, which import torch and what this program has imported"
             with announced(what):
-                workers = Workers(setup, worlds, folder, start_method=self.start_method or "forkserver")
+                workers.start(setup, worlds, folder)
             try:
                 return nodes.exchange(_watched(workers, nodes, signals, keyboard))
             finally:

@@ -11,7 +11,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,23 +39,37 @@ _log = logging.getLogger("parallelize")
 class Workers:
     """The workers of a call on this node.
 
-    Args:
-        setup: what each process is set up with; its folder gets their outcomes.
-        worlds: rank and world size of each.
-        output: folder for the files of the workers' output.
-        start_method: "forkserver", or "spawn" for processes in which nothing is imported before.
+    They wait until `start` gives them what they run, so that they are made while the caller pickles it.
 
-    Raises:
-        LaunchError: the fork server has ended.
+    Args:
+        number: how many.
+        environ: their environment variables.
+        is_preloaded: whether they are forked from a process that has imported torch.
     """
 
-    def __init__(self, setup: WorkerSetup, worlds: Sequence[World], output: Path, *, start_method: str) -> None:
-        self._folder, self._output = Path(setup.folder), output
-        self._ranks = [world.rank for world in worlds]
+    def __init__(self, number: int, environ: Mapping[str, str], *, is_preloaded: bool) -> None:
+        self._ranks = list[int]()
         self._pids, self._exitcodes = list[int](), list[int | None]()  # in the order of the ranks
         self._is_ending = self._is_over = False
         self._give_up_at = float("inf")
         self._ended: list[Outcome] = []
+        self._connection = connect(environ, is_preloaded=is_preloaded)
+        with suppress(OSError):  # the server has ended, as `start` will say
+            self._connection.send(number)
+
+    def start(self, setup: WorkerSetup, worlds: Sequence[World], output: Path) -> None:
+        """Give the workers what they run.
+
+        Args:
+            setup: what each process is set up with; its folder gets their outcomes.
+            worlds: rank and world size of each.
+            output: folder for the files of the workers' output.
+
+        Raises:
+            LaunchError: the fork server has ended, or the current folder does not exist.
+        """
+        self._folder, self._output = Path(setup.folder), output
+        self._ranks = [world.rank for world in worlds]
         requests = []
         for world in worlds:
             files = tuple(str(rank_file(output, world.rank, stream)) for stream in ("out", "err"))
@@ -65,15 +79,19 @@ class Workers:
         except FileNotFoundError as exc:
             what, why = "the current folder does not exist", "processes start in the folder of their caller"
             raise LaunchError(what, why=why, fix="change to one that does: os.chdir(...)") from exc
-        self._connection = connect(setup.environ, is_preloaded=start_method == "forkserver")
         try:
             with suppress(OSError):
                 self._connection.send((setup.folder, cwd, requests))
             while not self._pids:
                 self._look(_LOOK_EVERY_S)
         except BaseException:
-            self._connection.close()
+            self.close()  # do not wait for a server that may still import
             raise
+
+    def close(self) -> None:
+        """Leave the workers to the fork server, which ends those that live."""
+        self._is_ending = True
+        self._connection.close()
 
     def watch(self, is_stopped: Callable[[], bool]) -> bool:
         """Wait until all workers have returned (True), or one has failed, or others have (False).
@@ -123,9 +141,7 @@ class Workers:
             self._connection.send(grace_s)
         while not self._is_over and time.monotonic() < end:
             self._look(_LOOK_EVERY_S)
-        if self._is_over:
-            self._connection.close()
-        else:  # as in the driver of a GPU that hangs
+        if not self._is_over:  # as in the driver of a GPU that hangs
             pids = ", ".join(map(str, self._living()))
             _log.error("worker %s does not end, %g s after SIGKILL: its GPU may hang", pids, _KILL_TIMEOUT_S)
 
