@@ -23,6 +23,7 @@ from parallelize.data.source import (
     Source,
     copy_of,
     length_of,
+    view_of,
 )
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
@@ -81,6 +82,8 @@ def _library(data: Any) -> str:
 class IterableStyleSource(Source):
     """Source for a DataLoader over an iterable dataset; its units are this process's batches."""
 
+    not_followed = *Source.not_followed, "num_workers", "worker_init_fn"
+
     def __init__(
         self,
         loader: DataLoader[Any],
@@ -89,8 +92,8 @@ class IterableStyleSource(Source):
         run: Runtime,
         divides: Divides | None,
     ) -> None:
-        # On the copy with the user's dataset, attributes are looked up.
-        super().__init__(copy_of(loader), options, run, is_own=True, tells=[dataset])
+        # On the view with the user's dataset, attributes are looked up.
+        super().__init__(view_of(loader), options, run, is_own=True, tells=[dataset])
         name = f"the iterable {type(dataset).__name__}"
         self.check(name, None, drop_last=loader.drop_last)
         workers = loader.num_workers

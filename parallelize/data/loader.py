@@ -53,6 +53,10 @@ class ShardedLoader(Generic[T]):
             raise AttributeError(name)
         return getattr(self._source.loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name[0] == "_" or hasattr(ShardedLoader, name)
+        (super().__setattr__ if is_own else self._source.loader.__setattr__)(name, value)
+
     def __reduce_ex__(self, _protocol: Any) -> Any:
         raise TypeError(
             f"it is one process's shard of a {self.__class__.__name__}: pass that loader to the function, "
@@ -62,6 +66,7 @@ class ShardedLoader(Generic[T]):
     def __len__(self) -> int:
         """Count all batches of the active iterator, or of the next one if none is active."""
         shard, source = self._shard, self._source
+        source.follow()
         split = source.split(self._next_position(), self._tail(), source.length())
         if shard is not None and shard.is_open:
             split = shard.split
@@ -74,6 +79,7 @@ class ShardedLoader(Generic[T]):
         """Start the next epoch; runs no collective."""
         position = self._next_position()
         epoch = self._first_epoch + position.epoch
+        self._source.follow()
         shard = self._source.shard(replace(position, epoch=epoch), self._tail())
         split, size = shard.split, self._run.world.world_size
         if size > 1 and split.total and not split.start and not split.steps(0):

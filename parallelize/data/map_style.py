@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from parallelize.cluster.world import World
 from parallelize.data.rng import IsolatedRNG, sampler_seed, samplers_in, stream_rng
 from parallelize.data.sampling import Tail, draw_order, is_exactly, order_fingerprint
-from parallelize.data.source import EpochShard, LoaderOptions, Source, copy_of, length_of
+from parallelize.data.source import EpochShard, LoaderOptions, Source, copy_of, length_of, view_of
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rng import derive_seed, global_generators
@@ -88,9 +88,8 @@ class MapStyleSource(Source):
         self.copy = copy_of(loader, **{name: self._units})
         if run.config.logical is not None:
             vars(self.copy)["dataset"] = _SeededSamples(loader.dataset)
-        super().__init__(copy_of(loader), options, run, is_own=sharder is not None, tells=tells)
-        self._sampler, self._sharder = sampler, type(sharder).__name__
-        self.drop_last = self.is_grouped and batches.drop_last
+        super().__init__(view_of(loader), options, run, is_own=sharder is not None, tells=tells)
+        self._sampler, self._sharder, self._batches = sampler, type(sharder).__name__, batches
         # torchdata gives its RandomSampler a generator with another seed on each process.
         is_unseeded = loader.generator is None and is_exactly(sampler, RandomSampler)
         seed = options.seed or 0
@@ -99,11 +98,18 @@ class MapStyleSource(Source):
             self.identity_within["batch_size"] = loader.batch_size
         else:
             self.identity["seed"] = self._seed
-        self._set_group(batches.batch_size if self.is_grouped else None)
+        self.follow()
         dataset = loader.dataset
         while isinstance(dataset, Subset):  # ranks that split a dataset differently are refused
             self.data += f" of the subset {order_fingerprint(dataset.indices)}"
             dataset = dataset.dataset
+
+    def follow(self) -> None:
+        """Give the copy what the user has set, also on the sampler of batches."""
+        super().follow()
+        batches = self._batches
+        self.drop_last = self.is_grouped and batches.drop_last
+        self._set_group(batches.batch_size if self.is_grouped else None)
 
     def length(self) -> int | None:
         """Return the sampler's length."""

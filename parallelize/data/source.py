@@ -40,6 +40,7 @@ __all__ = [
     "copy_of",
     "length_of",
     "merged_ranks",
+    "view_of",
 ]
 
 Batch = Literal["per_process", "global"]
@@ -275,11 +276,18 @@ def copy_of(loader: DataLoader[Any], **changes: Any) -> Any:
     return copy
 
 
+def view_of(loader: DataLoader[Any]) -> Any:
+    """Return an object with a loader's class and its very attributes, which does not keep the loader alive."""
+    view = object.__new__(type(loader))
+    object.__setattr__(view, "__dict__", vars(loader))
+    return view
+
+
 class Source:
     """Adapter for one kind of loader; it replaces only the source of its indices or samples.
 
     Args:
-        loader: object on which attributes are looked up: the user's loader, or its copy.
+        loader: object on which attributes are looked up and set: the user's iterable, or the view of a loader.
         is_own: whether each process has units of its own.
         tells: samplers and datasets, which are told the epoch if they have a method `set_epoch`, or
             Mosaic's property `next_epoch`.
@@ -289,6 +297,8 @@ class Source:
     """Whether its units are indices, or batches of them."""
     copy: Any = None
     """A copy of the user's DataLoader, which makes the batches."""
+    not_followed: tuple[str, ...] = "in_order", "pin_memory"
+    """Attributes that the copy has of its own, whatever the user sets."""
     is_iterated = True
     """Whether the copy's iterator has asked the replaced sampler for indices."""
     is_grouped = False
@@ -312,6 +322,7 @@ class Source:
         tells: Sequence[Any] = (),
     ) -> None:
         self.loader, self.options, self.run, self.is_own = loader, options, run, is_own
+        self._followed = dict(getattr(loader, "__dict__", ()))
         world = run.world
         parts = (run.config.logical or world.world_size) // world.world_size  # that one process reads
         self.rank, self.shards = (0, 1) if is_own else (world.rank * parts, world.world_size * parts)
@@ -357,6 +368,15 @@ class Source:
         ):
             if is_wrong:
                 raise ConfigError(f"{what} {name}", why=why, fix=f"use {fix}")
+
+    def follow(self) -> None:
+        """Give the copy what the user has set on the loader since the last call."""
+        if self.copy is None:
+            return
+        before, self._followed = self._followed, dict(vars(self.loader))
+        for name, value in self._followed.items():
+            if value is not before.get(name) and name[0] != "_" and name not in self.not_followed:
+                vars(self.copy)[name] = value
 
     def shard(self, position: Position, tail: Tail) -> EpochShard:
         """Return this process's share of an epoch, from a position on; runs no collective."""

@@ -80,6 +80,52 @@ def test_the_loader_is_not_reconstructed():
         assert [batch.tolist() for _, batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("sets_sharded", [False, True])
+def test_what_is_set_between_epochs_is_followed(sets_sharded):
+    """Another collate_fn, batch size, drop_last and attribute, set on either loader, are those of the next epoch."""
+    with as_rank(1, 2):
+        loader = CustomLoader("sesame", dataset=numbers(10), size=2)
+        sharded = shard_loader(loader)
+        assert [batch.tolist() for _, batch in sharded] == [[1, 3], [5, 7], [9]]
+        target = sharded if sets_sharded else loader
+        target.collate_fn, target.secret = tuple, "poppy"
+        target.batch_sampler.batch_size = 4
+        assert len(sharded) == 2
+        assert list(sharded) == [("poppy", (1, 3, 5, 7)), ("poppy", (9,))]
+        target.batch_sampler.drop_last = True
+        assert list(sharded) == [("poppy", (1, 3, 5, 7))]
+        assert loader.secret == sharded.secret == "poppy"
+        with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+            target.batch_size = 3
+
+
+def test_a_global_batch_that_is_set_is_checked():
+    """A size that does not divide over the processes is refused as that of a new loader."""
+    with as_rank(0, 2):
+        loader = loader_of(8, batch_size=4)
+        sharded = shard_loader(loader, batch="global")
+        loader.batch_sampler.batch_size = 3
+        with pytest.raises(ConfigError, match=r"batch='global' with batch_size=3 on 2 processes"):
+            iter(sharded)
+
+
+class OfFour(IterableDataset):
+    """A stream of four numbers."""
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_a_collate_fn_of_a_stream_is_followed():
+    """Also the loader of an iterable dataset."""
+    with as_rank(0, 2):
+        loader = DataLoader(OfFour(), batch_size=2)
+        sharded = shard_loader(loader)
+        assert [each.tolist() for each in sharded] == [[0, 2]]
+        loader.collate_fn = tuple
+        assert list(sharded) == [(0, 2)]
+
+
 def test_arguments_reach_the_workers():
     """collate_fn, worker_init_fn, multiprocessing_context and persistent_workers work as without shard_loader."""
     context = torch.multiprocessing.get_context("fork")
