@@ -109,7 +109,8 @@ def batch_weight() -> float:
         raise SyncError(
             f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",
             why="a backward pass has one weight, and the terms of its loss would need several",
-            fix="use one tail ('pad' or 'drop') for both loaders, or a backward pass for each batch",
+            fix="use tail='pad' or 'drop' for both loaders, or, instead of zip(), take the batch of the second one "
+            "by next() after the backward pass of the first one's",
         )
     return values.pop()
 

@@ -89,8 +89,14 @@ def test_two_weights_at_once_are_refused():
         assert x.grad.item() == 0.5
         first.start_batch(0.5)
         second.start_batch(2.0)
-        with pytest.raises(SyncError, match=r"two loaders, of weights 0\.5 and 2\.0"):
+        with pytest.raises(SyncError, match=r"two loaders, of weights 0\.5 and 2\.0") as caught:
             x.sum().backward()
+        assert "next() after the backward pass of the first" in caught.value.faults[0].fix
+        first.start_batch(0.5)
+        x.sum().backward()
+        second.start_batch(2.0)  # the advice is followed
+        x.sum().backward()
+        assert x.grad.item() == 0.5 + 0.5 + 2.0
 
 
 def gradient_after(order, values):
