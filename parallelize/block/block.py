@@ -20,6 +20,7 @@ from parallelize.block.verification import Verification
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
 from parallelize.runtime.autograd_graph import grad_fns_of, node_of
+from parallelize.runtime.batch_weights import refuse_left
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.fingerprint import require_same_model, warn_if_trained_apart
@@ -103,6 +104,7 @@ class Block:
 
     def _verify(self, stack: contextlib.ExitStack) -> None:
         """Average and verify, until the stack is closed, what each rank holds a copy of."""
+        stack.enter_context(subscribed(Order.BEGIN, refuse_left))
         self.reducer = Reducer(self._reduced())
         stack.callback(self.reducer.close)
         if self.reducer.models:

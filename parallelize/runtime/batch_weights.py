@@ -22,7 +22,7 @@ from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.autograd_graph import scaled_start
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 
-__all__ = ["BatchWeight", "Weight", "batch_weight", "weigh_batches", "weighted"]
+__all__ = ["BatchWeight", "Weight", "batch_weight", "refuse_left", "weigh_batches", "weighted"]
 
 Weight = float | torch.Tensor
 
@@ -45,6 +45,8 @@ class BatchWeight:
         self._is_batch_skipped |= self.is_new
         self._is_ambiguous |= self._is_batch_skipped and value != self.value
         self.value, self.is_new = value, torch.is_grad_enabled()
+        if self.is_new:
+            _left.clear()
 
     def start_backward(self) -> None:
         """Record a backward pass of the latest batch.
@@ -67,18 +69,25 @@ class BatchWeight:
         if self._had_any_backward and self.is_new and self.value != 1.0:
             raise _batch_taken_ahead_error("the loader was exhausted before the backward pass of the last batch")
 
+    def end_loop(self) -> None:
+        """Record that its loop has ended: a backward pass that follows may belong to batches of several weights."""
+        if self.is_new and (self._is_ambiguous or self.value != 1.0):
+            _left.append(self)
+
 
 def _batch_taken_ahead_error(what: str) -> SyncError:
     return SyncError(
         f"tail='weighted': {what}",
         why="each backward pass uses the weight of the latest batch",
-        fix="take one batch at a time and run its backward pass before taking the next, or use tail='pad'",
+        fix="take one batch at a time and run its backward pass before taking the next, or use tail='pad'; "
+        "evaluate under torch.no_grad()",
     )
 
 
 # Global, because torch.autograd.backward belongs to the process.
 _open: list[BatchWeight] = []  # that are being iterated
 _of_loss: list[BatchWeight] = []  # those whose batches the latest loss was computed from
+_left: list[BatchWeight] = []  # whose loops have ended before a backward pass, since the latest batch
 
 
 def weighted(each: Pass, weight: Weight) -> Pass:
@@ -130,6 +139,14 @@ def _begin(each: Pass, run: Run) -> None:
     run(each)
 
 
+def refuse_left(each: Pass, run: Run) -> None:
+    """Refuse a pass after a loop that has taken batches of several weights, and made no pass of them. A subscriber."""
+    if _left and not _open:
+        _left.clear()
+        raise _batch_taken_ahead_error("the loop over a loader ended before the backward pass of its batches")
+    run(each)
+
+
 @contextlib.contextmanager
 def weigh_batches(weight: BatchWeight) -> Iterator[None]:
     """Start the backward passes in the context from the weight of a loader's latest batch."""
@@ -139,5 +156,6 @@ def weigh_batches(weight: BatchWeight) -> Iterator[None]:
             yield
         finally:
             _open.remove(weight)
+            weight.end_loop()
             # After an inner loop, the next loss is that of the batch around it.
             _of_loss[:] = [each for each in _of_loss if each is not weight] or _open[-1:]

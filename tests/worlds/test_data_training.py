@@ -90,6 +90,26 @@ def test_weights_of_prefetched_batches_are_refused():
         train(9)
 
 
+@pytest.mark.parametrize("batches", [None, 2])
+def test_losses_that_are_collected_in_a_loop_are_refused(batches):
+    """One backward pass after the loop has no weight, also if the loop is left early; one in the next loop has."""
+
+    @distributed(processes=2, timeout=20)
+    def train(collects):
+        net, loader = model(), shard_loader(DataLoader(data(9), batch_size=3), batch="global", tail="weighted")
+        with parallel_model(net):
+            losses = [loss_of(net, x, y) for x, y in itertools.islice(loader, batches)]  # no_grad was forgotten
+            for x, y in loader:
+                loss_of(net, x, y).backward()
+            if collects:
+                losses = [loss_of(net, x, y) for x, y in itertools.islice(loader, batches)]
+                sum(losses).backward()
+
+    train(False)
+    with pytest.raises(SyncError, match="the loop over a loader ended before the backward pass of its batches"):
+        train(True)
+
+
 class Batches(Sampler):
     """A batch sampler over a list of batches."""
 
