@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.optim.swa_utils import update_bn
 
 from parallelize.data.prefetch import move_batches
 from parallelize.data.sampling import Tail
 from parallelize.data.source import EpochShard, LoaderOptions, Position, Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.batch_weights import BatchWeight, weigh_batches
-from parallelize.runtime.context import EVALUATES, PART_SIZES
+from parallelize.runtime.context import EVALUATES, PART_SIZES, is_main
 from parallelize.runtime.rank_consistency import ConsistencyCheck, run_checks
 from parallelize.runtime.startup_summary import ActiveLoader
+from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.forward import route_of, routed_models
 
 __all__ = ["ShardedLoader"]
@@ -82,6 +86,8 @@ class ShardedLoader(Generic[T]):
         self._source.follow()
         shard = self._source.shard(replace(position, epoch=epoch), self._tail())
         split, size = shard.split, self._run.world.world_size
+        if size > 1:
+            _warn_of_update_bn(sys._getframe(1))
         if size > 1 and split.total and not split.start and not split.steps(0):
             raise ConfigError(
                 f"no process gets a batch: {split.total} samples, {split.group} in a step of all",
@@ -308,3 +314,16 @@ class ShardedLoader(Generic[T]):
                 fix="iterate the loader first",
             )
         return self._shard
+
+
+def _warn_of_update_bn(frame: Any) -> None:
+    """Warn if torch's update_bn iterates, also through a progress bar: it runs no collectives."""
+    code = inspect.unwrap(update_bn).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is not None and is_main():
+        warnings.warn(
+            "update_bn of a sharded loader gives each rank the batch norm statistics of its part of the data, and rank "
+            "0's are kept. For those of all data, pass the DataLoader itself: update_bn(loader, model, device())",
+            stacklevel=user_stacklevel(),
+        )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import as_rank, values
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -1023,6 +1024,23 @@ def test_a_mean_of_neither_all_samples_nor_each_batch_is_refused():
     assert loader.mean([batch.double().mean() for batch in batches]) == 4.5
     with pytest.raises(ConfigError, match="mean of 2 values"):
         loader.mean([1.0, 2.0])
+
+
+def shown(loader):
+    """Iterate a loader as a progress bar does."""
+    yield from loader
+
+
+@pytest.mark.parametrize("through", [lambda loader: loader, shown])
+def test_update_bn_of_a_part_of_the_data_is_warned_about(through):
+    """Its batch norm statistics would differ between the processes; those of the loader itself are of all data."""
+    loader, model = DataLoader(torch.arange(8.0)[:, None], batch_size=2), torch.nn.BatchNorm1d(1)
+    with as_rank(0, 2):
+        with pytest.warns(UserWarning, match=r"DataLoader itself: update_bn\(loader, model, device\(\)\)") as caught:
+            update_bn(through(shard_loader(loader)), model)
+        update_bn(loader, model)  # without a warning
+    assert model.running_mean.item() == 3.5
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_a_shuffled_order_takes_four_bytes_a_sample():
