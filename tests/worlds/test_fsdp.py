@@ -476,7 +476,7 @@ def other_parameters_are_refused() -> None:
 
 @check
 def gradients_that_cannot_be_reduced_are_refused() -> None:
-    """Sparse ones, several dtypes in a unit, and those of torch.autograd.grad."""
+    """Sparse ones, several dtypes in a unit, those of torch.autograd.grad, and hooks that wait for all of them."""
     with pytest.raises(ConfigError, match=r"(?s)0 has sparse=True under fsdp.*backend='ddp'"):
         fit(nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)))
     with pytest.raises(ConfigError, match=r"(?s)Filter are of torch.complex128 and torch.float64.*view_as_real"):
@@ -492,6 +492,8 @@ def gradients_that_cannot_be_reduced_are_refused() -> None:
             torch.autograd.grad(loss, list(model.parameters()))
         with pytest.raises(SyncError, match=r"(?s)backward\(inputs=...\) with sharded parameters.*call backward"):
             loss.backward(inputs=list(model.parameters()))
+        with pytest.raises(SyncError, match=r"(?s)register_multi_grad_hook of sharded parameters.*use register_hook"):
+            torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), print)
 
 
 @check

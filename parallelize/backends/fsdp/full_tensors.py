@@ -286,6 +286,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
             return target
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             hook = args[1]
+            if getattr(hook, "__module__", "") == torch.autograd.graph.__name__:  # it waits for nodes of these tensors
+                raise _gradients_error("register_multi_grad_hook of")
             return func(shard, lambda each: _shard_of(hook(target if each is shard else stand_for(each))))
     if name == "__deepcopy__":
         return _call(torch.clone, args[:1], {})
@@ -310,7 +312,7 @@ def _gradients_error(what: str) -> SyncError:
     return SyncError(
         f"{what} sharded parameters",
         why="under fsdp, backward averages gradients over the ranks and cuts them into shards",
-        fix="call backward() and read .grad, or use backend='ddp'",
+        fix="call backward() and read .grad, use register_hook, or use backend='ddp'",
     )
 
 
