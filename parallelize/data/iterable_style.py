@@ -112,6 +112,7 @@ class IterableStyleSource(Source):
         is_read_alone = divides == "processes" or run.world.world_size == 1
         is_protocol = hasattr(dataset, "load_state_dict") and _library(dataset) in ("", "datasets")
         self._has_states = is_read_alone and not workers and is_protocol
+        self.follow()
 
     def length(self) -> int | None:
         """Return the number of batches, as torch's DataLoader tells it, in one process only."""

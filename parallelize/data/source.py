@@ -263,12 +263,6 @@ class EpochShard:
 
 def copy_of(loader: DataLoader[Any], **changes: Any) -> Any:
     """Return a copy of a loader, made without its constructor, without its iterator and workers."""
-    if getattr(loader, "next_iter_state", None) is not None:  # torchdata's StatefulDataLoader
-        raise ConfigError(
-            f"a {type(loader).__name__} whose state was loaded before shard_loader",
-            why="the state counts batches of the unsharded loader: each process would skip as many",
-            fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
-        )
     copy = object.__new__(type(loader))
     # DataLoader.__setattr__ forbids changes after construction. States, weights and gather() need
     # batches in order, whatever in_order= the loader has.
@@ -373,6 +367,12 @@ class Source:
         """Give the copy what the user has set on the loader since the last call."""
         if self.copy is None:
             return
+        if getattr(self.loader, "next_iter_state", None) is not None:  # torchdata's StatefulDataLoader
+            raise ConfigError(
+                f"a {type(self.loader).__name__} whose own state was loaded",
+                why="the state counts batches of the unsharded loader: each process would skip as many",
+                fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
+            )
         before, self._followed = self._followed, dict(vars(self.loader))
         for name, value in self._followed.items():
             if value is not before.get(name) and name[0] != "_" and name not in self.not_followed:

@@ -667,16 +667,20 @@ def test_a_stateful_data_loader_is_a_data_loader(workers):
 
 
 def test_a_state_of_the_unsharded_loader_is_refused():
-    """torchdata's, loaded before shard_loader, counts global batches: a shard would skip unseen samples."""
+    """torchdata's, loaded before shard_loader or after it, counts global batches: a shard would skip unseen samples."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     loader, other = (stateful(list(range(13)), batch_size=2) for _ in range(2))
     next(iter(loader))
     other.load_state_dict(loader.state_dict())
-    message = r"(?s)StatefulDataLoader whose state was loaded before shard_loader.*\(loader\).load_state_dict\(state\)"
+    message = r"(?s)StatefulDataLoader whose own state was loaded.*\(loader\).load_state_dict\(state\)"
     with as_rank(0, 2):
-        assert len(list(shard_loader(loader))) == 4  # one that was only iterated
+        sharded = shard_loader(loader)
+        assert len(list(sharded)) == 4  # one that was only iterated
         with pytest.raises(ConfigError, match=message):
             shard_loader(other)
+        loader.load_state_dict(other.state_dict())
+        with pytest.raises(ConfigError, match=message):
+            iter(sharded)
 
 
 def test_optional_packages_are_not_imported():
