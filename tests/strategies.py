@@ -149,8 +149,10 @@ launcher_variables = [
 ]
 texts = st.one_of(
     st.integers(-1, 5).map(str),
+    st.integers().map(str),
     st.sampled_from(["", " ", "2(x2)", "2,1", "n[1-2]", "n[1-", "True", "9" * 5000, "2(x999999999)", "\udcff", "²"]),
-    st.text(max_size=5),
+    st.sampled_from(["1(x0)", "1e3", "0x1"]),
+    st.text(max_size=8),
 )
 environments = st.dictionaries(st.sampled_from(launcher_variables), texts, max_size=len(launcher_variables))
 

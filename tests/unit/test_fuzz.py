@@ -8,33 +8,21 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import environments
 from torch import nn
 
 from parallelize import ConfigError, checkpoints
 from parallelize.cluster.environment import detect, detect_node, first_host, tasks_per_node
 from parallelize.cluster.world import Node, World
 
-NAMES = [
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
-    *(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMIX_NAMESPACE"),
-    *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
-    *("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID"),
-]
 numbers = st.integers(-2, 9).map(str) | st.integers().map(str)
-values = st.one_of(
-    numbers,
-    st.sampled_from(["", " ", "n[1-2]", "n[", "2(x3),1", "1(x0)", "True", "1e3", "٣", "9" * 5000, "\ud800", "0x1"]),
-    st.text(max_size=8),
-)
 
 
 @settings(max_examples=500)
-@given(st.dictionaries(st.sampled_from(NAMES), values))
+@given(environments)
 def test_any_environment(environ):
-    """Random launcher variables give a consistent World, None, or a ConfigError with all its parts."""
-    faults = []
+    """Random launcher variables give a consistent World, None, or a ConfigError with all its parts; none is changed."""
+    faults, before = [], dict(environ)
     for function, kind in ((detect, World), (detect_node, Node)):
         try:
             found = function(environ)
@@ -47,6 +35,7 @@ def test_any_environment(environ):
                 assert 0 <= found.local_rank < found.local_world_size <= found.world_size
                 assert 0 < found.master_port < 65536 or found.world_size == 1
     assert all(each.what and each.why and each.fix for each in faults)
+    assert environ == before
 
 
 @pytest.mark.parametrize(

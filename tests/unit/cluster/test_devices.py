@@ -9,24 +9,6 @@ from parallelize.cluster.devices import Hardware, compose_visible_devices, probe
 from parallelize.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("mask", "indices", "composed"),
-    [
-        (None, (0, 2), "0,2"),
-        (None, (), ""),
-        ("4,5,6,7", (0, 2), "4,6"),
-        ("4, 5 ,6", (2, 0), "6,4"),
-        ("GPU-8932f937,GPU-1a2b3c4d", (1,), "GPU-1a2b3c4d"),
-        ("MIG-GPU-8932f937/1/0", (0,), "MIG-GPU-8932f937/1/0"),
-        ("3", (0, 0), "3,3"),
-        ("", (), ""),
-    ],
-)
-def test_composes_with_the_users_mask(mask, indices, composed):
-    """Entries of the existing CUDA_VISIBLE_DEVICES are selected in any form, and never renumbered."""
-    assert compose_visible_devices(mask, indices) == composed
-
-
 def test_a_mask_with_too_few_entries_is_refused():
     """As of a device that torch sees as several."""
     with pytest.raises(ConfigError, match="names fewer devices than torch sees"):
@@ -37,17 +19,6 @@ def test_importing_the_package_leaves_the_order_of_devices_alone(run_script, mon
     """cuda:0 stays the user's, and workers number the GPUs in the same order: by the variable, which they inherit."""
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     assert "CUDA_DEVICE_ORDER" not in run_script("import os, parallelize; print(*os.environ)").stdout.split()
-
-
-def test_probe_agrees_with_torch():
-    """`probe` returns the accelerators that torch can use."""
-    found = probe()
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None
-        assert found == Hardware(accelerator.type, torch.accelerator.device_count())
-    else:
-        assert found == Hardware("cpu", 0)
 
 
 @pytest.mark.parametrize(

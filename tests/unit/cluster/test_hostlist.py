@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import hostlists
 
 from parallelize.cluster.environment import first_host, tasks_per_node
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "first"),
-    [
-        ("n1", "n1"),
-        ("a[01-03,7]b,c", "a01b"),
-        ("rack[1-2]-node[3-4],b", "rack1-node3"),
-        ("b,n[1-2]", "b"),
-        ("[007-009]", "007"),
-        ("gpu-a100.cluster[12]", "gpu-a100.cluster12"),
-    ],
-)
-def test_first_host(nodelist, first):
-    """The first host keeps its leading zeros, and every bracket counts."""
-    assert first_host(nodelist) == first
 
 
 @given(hostlists())

@@ -11,17 +11,6 @@ from parallelize.cluster.world import World
 from parallelize.errors import ConfigError
 
 
-def test_every_contradiction_is_named():
-    """One error lists all contradictory numbers of a World."""
-    with pytest.raises(ConfigError) as caught:
-        World(rank=2, local_rank=2, world_size=2, local_world_size=1, master_port=-1)
-    assert [fault.what for fault in caught.value.faults] == [
-        "rank=2 with world_size=2",
-        "local_rank=2 with local_world_size=1",
-        "master_port=-1",
-    ]
-
-
 def test_a_world_is_valid_if_nodes_of_some_sizes_hold_its_ranks():
     """Of all small worlds, those are accepted for which nodes exist, each with at least one process."""
     for world_size, local_world_size, num_nodes in itertools.product(range(4), range(4), range(1, 4)):
@@ -39,37 +28,22 @@ def test_a_world_is_valid_if_nodes_of_some_sizes_hold_its_ranks():
         ({"rank": 2, "world_size": 2}, {"rank=2 with world_size=2": "it must be from 0 to 1"}),
         ({"rank": 1}, {"rank=1 with world_size=1": "it must be from 0 to 0"}),
         (
-            {"world_size": 2, "local_world_size": 0, "num_nodes": 2},
+            {"world_size": 2, "local_world_size": 0},
             {
                 "local_rank=0 with local_world_size=0": "no value is valid",
                 "local_world_size=0 with world_size=2": "it must be from 1 to 2",
+                "node_rank=0 with num_nodes=0": "no value is valid",
+                "num_nodes=0 with world_size=2 and local_world_size=0": "it must be from 2 to 3",
             },
         ),
         ({"master_port": 65536}, {"master_port=65536": "a port is a number from 1 to 65535"}),
     ],
 )
 def test_a_fault_names_the_valid_numbers(numbers, faults):
-    """Of sizes that contradict each other, no number is valid."""
+    """One error lists all contradictory numbers; of sizes that contradict each other, no number is valid."""
     with pytest.raises(ConfigError) as caught:
         World(**numbers)
     assert {fault.what: fault.why for fault in caught.value.faults} == faults
-
-
-def test_a_node_without_processes_is_refused():
-    """The number of nodes cannot be computed from it."""
-    with pytest.raises(ConfigError, match="local_world_size=0"):
-        World(world_size=2, local_world_size=0)
-
-
-def test_every_port_is_accepted():
-    """0 is a port that is not chosen yet."""
-    assert [World(master_port=port).env()["MASTER_PORT"] for port in (0, 65535)] == ["0", "65535"]
-
-
-def test_is_main():
-    """Only rank 0 is the main process."""
-    assert World().is_main
-    assert not World(rank=1, world_size=2).is_main
 
 
 def test_number_of_nodes_is_computed():
