@@ -88,7 +88,8 @@ class ApexPrecision(LeveledPrecision):
                     rebinding.enter_context(_rebindable_forward(model))
                 loss_scale = "dynamic" if level in {"O1", "O2"} else 1.0
                 library.initialize(list(models), found, opt_level=level, loss_scale=loss_scale, verbosity=0)
-            cast_states(models, found)
+            if level == "O3":  # under O2, Apex moves the states to the masters as they are
+                cast_states(models, found)
             stack.enter_context(subscribed(Order.SCALE, functools.partial(_run_scaled, library, found)))
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
                 for name in ("clip_grad_norm_", "clip_grad_value_"):

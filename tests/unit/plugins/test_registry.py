@@ -34,13 +34,14 @@ def test_unknown_names(name):
 
 
 def test_a_plug_in_is_imported_alone(run_script):
-    """Looking up one backend does not import the others."""
+    """Looking up one backend, or the names of all, does not import the others."""
     done = run_script("""
         import sys
         from parallelize.plugins import base
         from parallelize.plugins import registry
 
         before = set(sys.modules)
+        registry.names("backends")
         registry.find("backends", "ddp")
         print(sorted(name for name in set(sys.modules) - before if name.startswith("parallelize.")))
     """)
