@@ -95,8 +95,6 @@ class Refined(Net):
 @pytest.mark.parametrize(
     ("amp", "make", "in_thread"),
     [
-        (True, Net, False),
-        ("bf16", Net, False),
         ("O1", Net, False),
         ("O0", Net, False),  # full precision
         ("O1", Refined, False),  # the layers after backward in forward stay under autocast
@@ -343,9 +341,3 @@ def test_checkpointing_computes_what_it_did(reentrant: bool, around_model: bool)
         assert not is_on()
     for here, there in zip(model.parameters(), hand.parameters(), strict=True):
         torch.testing.assert_close(here.grad, there.grad, rtol=0, atol=0)
-
-
-def test_fp16_on_the_cpu_is_refused() -> None:
-    """The error suggests bf16."""
-    with pytest.raises(ValueError, match="bf16"), block(Net(), amp="fp16"):
-        pass

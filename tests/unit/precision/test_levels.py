@@ -12,22 +12,6 @@ from parallelize.plugins.base import LEVELS, Amp
 from parallelize.precision import levels
 from parallelize.precision.native import NativePrecision
 
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("device_type", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
-def test_a_gpu_without_bf16_computes_in_fp16(
-    device_type: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The CPU computes in bf16 beside such a GPU."""
-    monkeypatch.setattr(levels, "_supports_bf16", lambda: False)
-    assert levels._preferred_dtype(frozenset({torch.bfloat16, torch.float16}), device_type) is dtype
-
-
-def test_an_engine_without_bf16_computes_in_fp16() -> None:
-    """A device that supports bf16 makes no difference."""
-    assert levels._preferred_dtype(frozenset({torch.float16}), "cpu") is torch.float16
-
 
 @pytest.mark.parametrize(
     ("has_gpu", "has_bf16", "dtype"), [(False, False, "bf16"), (True, False, "fp16"), (True, True, "bf16")]
@@ -64,7 +48,6 @@ def test_ranks_with_gpus_choose_a_dtype_together(
 @pytest.mark.parametrize(
     ("amp", "title", "cells"),
     [
-        (True, "O1 in bf16", {"weights in forward: fp32", "weights updated: fp32"}),
         ("O0", "O0", {"weights in forward: fp32"}),
         ("O1", "O1 in bf16", {"weights in forward: fp32", "weights updated: fp32"}),
         ("O2", "O2 in bf16", {"weights in forward: bf16", "batch norm's weights: fp32", "weights updated: fp32"}),
