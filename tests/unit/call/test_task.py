@@ -27,14 +27,6 @@ def layout(**options: Any) -> Layout:
     return Layout(Config.parse(processes=2, **options), 1, ((CPU,),) * 2)
 
 
-def test_a_task_is_written_and_read(tmp_path: Path) -> None:
-    """Function, arguments, layout and `all_ranks` survive."""
-    Task(plain, (1, "a$$b"), {"key": [2]}, layout(), all_ranks=True).write(tmp_path / "task")
-    task = Task.read(tmp_path / "task", device=CPU)
-    assert task == Task(plain, (1, "a$$b"), {"key": [2]}, layout(), all_ranks=True)
-    assert task.name == "plain"
-
-
 lock = threading.Lock()
 
 
@@ -55,29 +47,6 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 WORLD = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
 
 
-def test_the_outcome_of_a_return_has_value_and_state(tmp_path: Path) -> None:
-    """The caller copies the state, and names what does not come back."""
-    Outcome.returned(WORLD, {"loss": 0.5}, states={0: [1]}, unreturned=["history"]).write(tmp_path / "outcome")
-    outcome = Outcome.read(tmp_path / "outcome")
-    assert (outcome.rank, outcome.value, outcome.error, outcome.unreturned) == (1, {"loss": 0.5}, None, ["history"])
-    assert outcome.states == {0: [1]}
-
-
-def failing() -> None:
-    raise KeyError("lr")
-
-
-def test_the_outcome_of_an_exception_has_error_traceback_and_time(tmp_path: Path) -> None:
-    """The caller shows them to the user."""
-    with pytest.raises(KeyError) as caught:
-        failing()
-    Outcome.raised(WORLD, caught.value).write(tmp_path / "outcome")
-    outcome = Outcome.read(tmp_path / "outcome")
-    assert outcome.error.args == ("lr",)
-    assert 'raise KeyError("lr")' in outcome.traceback
-    assert outcome.failed_at < float("inf")
-
-
 def test_an_error_with_its_causes_traceback_shows_it_once() -> None:
     """torch's error, which the watchdog has explained, is shown as one line; any other cause keeps its traceback."""
     try:
@@ -88,12 +57,6 @@ def test_an_error_with_its_causes_traceback_shows_it_once() -> None:
     text = Outcome.raised(WORLD, explained).traceback
     assert text.count("Traceback (most recent call last)") == text.count('raise RuntimeError("closed by peer")') == 1
     assert text.startswith("RuntimeError: closed by peer\n")
-
-
-def test_a_value_that_cannot_be_pickled_is_refused_when_written(tmp_path: Path) -> None:
-    """The worker can still report the error then."""
-    with pytest.raises(WorkerError, match=r"the returned value\[1\] cannot be pickled(.|\n)*fix: return plain values"):
-        Outcome.returned(WORLD, [1, lock]).write(tmp_path / "outcome")
 
 
 class HoldsALockError(Exception):
