@@ -22,7 +22,6 @@ from parallelize.cli.doctor import Finding
 from parallelize.cli.main import main
 
 DOCTOR = [sys.executable, "-m", "parallelize", "doctor"]
-IN_A_JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
 CLEAN = {name: text for name, text in os.environ.items() if not name.startswith(("PARALLELIZE_", "SLURM_"))}
 
 

@@ -71,15 +71,6 @@ def test_a_lost_connection_is_the_cause_if_nothing_else_failed() -> None:
     assert error_of(lost_connection(1, 2.0), lost_connection(0, 1.0)).__notes__[0].startswith("rank 0 ")
 
 
-def test_a_killed_rank_wins_over_lost_connections() -> None:
-    """The killed rank and the signal are in the message and in the attributes."""
-    error = error_of(lost_connection(0, 1.0), lost_connection(1, 1.1), exited(3, 1.5))
-    assert isinstance(error, WorkerError)
-    assert (error.rank, error.host, error.exitcode, error.signal_name) == (3, "host3", -9, "SIGKILL")
-    assert str(error).startswith("rank 3 on host3 was ended by SIGKILL\n")
-    assert "Out of memory" in str(error)
-
-
 def test_an_exception_before_an_exit_wins_and_after_it_does_not() -> None:
     """Of several primary failures the earliest wins."""
     assert str(error_of(raised(0, 1.0), exited(1, 2.0))) == "of 0"
@@ -113,6 +104,7 @@ def test_exits_are_worker_errors() -> None:
     [
         (-40, "signal 40", "was ended by signal 40", ""),  # real-time signals have no name
         (-1, "SIGHUP", "was ended by SIGHUP", ""),
+        (-signal.SIGKILL, "SIGKILL", "was ended by SIGKILL", "Out of memory"),
         (0, None, "ended with exit code 0", ""),
         (1, None, "ended with exit code 1", ""),
         (-signal.SIGABRT, "SIGABRT", "was ended by SIGABRT", "NCCL's watchdog"),
@@ -121,11 +113,11 @@ def test_exits_are_worker_errors() -> None:
     ],
 )
 def test_an_exit_code_is_described(exitcode: int, name: str | None, text: str, fix: str) -> None:
-    """A negative one is a signal; the fix names its usual reason."""
-    error = error_of(exited(0, 1.0, exitcode=exitcode))
+    """A negative one is a signal; the fix names its usual reason. It wins over the connections that it has closed."""
+    error = error_of(lost_connection(0, 0.5), exited(3, 1.0, exitcode=exitcode))
     assert isinstance(error, WorkerError)
-    assert error.signal_name == name
-    assert str(error).startswith(f"rank 0 on host0 {text}\n")
+    assert (error.rank, error.host, error.exitcode, error.signal_name) == (3, "host3", exitcode, name)
+    assert str(error).startswith(f"rank 3 on host3 {text}\n")
     assert fix in error.faults[0].fix
 
 

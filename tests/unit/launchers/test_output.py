@@ -41,16 +41,6 @@ def test_text_arrives_whole_wherever_it_was_cut(
     assert forwarded_in_pieces(pieces, folder)[-1] == data.decode(errors="replace")
 
 
-def test_a_line_without_an_end_is_shown_at_once(tmp_path: Path) -> None:
-    """Carriage returns are kept, so a progress bar stays on one line."""
-    assert forwarded_in_pieces([b"\r 10%", b"\r 20%"], tmp_path)[:2] == ["\r 10%", "\r 10%\r 20%"]
-
-
-def test_a_character_waits_for_its_last_byte(tmp_path: Path) -> None:
-    """An incomplete UTF-8 character is not forwarded."""
-    assert forwarded_in_pieces(["é".encode()[:1], "é".encode()[1:]], tmp_path) == ["", "é", "é"]
-
-
 def test_lines_under_a_prefix_wait_for_their_end(tmp_path: Path) -> None:
     """An incomplete line is held back: ranks do not mix their lines."""
     steps = forwarded_in_pieces([b"loss ", b"0.5\nnext\n", b"end"], tmp_path, "[rank 1] ")
@@ -76,13 +66,10 @@ def test_a_console_that_lacks_a_character_shows_the_rest(tmp_path: Path) -> None
     assert console.buffer.getvalue() == b"5 ?s\n"
 
 
-def test_a_closed_console_is_no_failure(tmp_path: Path) -> None:
-    """The call continues when the caller's stream is closed."""
-    closed = io.StringIO()
-    closed.close()
-    (tmp_path / "rank0.out").write_text("text\n")
-    with forwarded([OutputTail(tmp_path / "rank0.out", closed), OutputTail(tmp_path / "missing", io.StringIO())]):
-        pass
+def closed_stream() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
 
 
 class WriteOnly:
@@ -90,11 +77,11 @@ class WriteOnly:
         """Accept text; this stream has no flush()."""
 
 
-@pytest.mark.parametrize("console", [None, WriteOnly()])
-def test_a_missing_or_incomplete_console_is_no_failure(console: Any, tmp_path: Path) -> None:
-    """sys.stdout is None without a terminal, and a GUI may replace it by any object."""
+@pytest.mark.parametrize("console", [None, WriteOnly(), closed_stream()], ids=["none", "incomplete", "closed"])
+def test_a_missing_incomplete_or_closed_console_is_no_failure(console: Any, tmp_path: Path) -> None:
+    """sys.stdout is None without a terminal, a GUI may replace it by any object, and a program may close it."""
     (tmp_path / "rank0.out").write_text("text\n")
-    with forwarded([OutputTail(tmp_path / "rank0.out", console)]):
+    with forwarded([OutputTail(tmp_path / "rank0.out", console), OutputTail(tmp_path / "missing", io.StringIO())]):
         pass
 
 

@@ -26,6 +26,7 @@ def on_cpu(processes: int) -> Layout:
         ("4,5,6,7", [3, 1], "7,5"),
         ("GPU-a,GPU-b,GPU-c,GPU-d", [1], "GPU-b"),
         ("MIG-a, MIG-b, MIG-c, MIG-d", -1, "MIG-a,MIG-b,MIG-c,MIG-d"),
+        ("4, 5 ,6,7", [2, 0], "6,4"),
     ],
 )
 def test_gpus_are_picked_from_the_mask(mask: str | None, gpus: object, seen: str) -> None:
