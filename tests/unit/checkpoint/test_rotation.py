@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import enum
 import pathlib
 import sys
@@ -198,21 +197,6 @@ def test_a_checkpoint_replaces_the_other_form(tmp_path):
             assert saved.values.get("number", -1) == number - 1
             saved.values["number"] = number
     assert [each.name for each in tmp_path.iterdir()] == ["step-000000000"]
-
-
-def test_a_failure_in_the_background_is_raised(tmp_path):
-    """An error of a background save is raised by the next step after it has failed."""
-    (tmp_path / "file").write_text("")
-
-    def train():
-        with checkpoints(tmp_path / "file" / "a", every=1, model=nn.Linear(1, 1)) as saved:
-            saved.step()
-            concurrent.futures.wait([saved._job])
-            saved.step()
-            raise AssertionError
-
-    with pytest.raises(ParallelizeError, match="cannot write"):
-        train()
 
 
 def test_the_background_writes_the_same_files(tmp_path):

@@ -11,7 +11,7 @@ from checksum import checksum_of
 from ranks import as_rank
 from torch import nn
 
-from parallelize import ConfigError, load, parallel_model, save
+from parallelize import ConfigError, load, save
 
 
 class Tagged(nn.Module):
@@ -85,18 +85,6 @@ def test_a_resumed_run_matches_an_uninterrupted_one(tmp_path):
     assert (others[0].extra, others[0].version_seen) == ({"tokens": 7}, 3)
     step(*others, 4)
     assert_equal(copy_states(*others), copy_states(model, optimizer, scheduler))
-
-
-def test_weights_have_their_clean_names(tmp_path):
-    """A model in a block is saved under the names that its weights have outside of it."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    names = list(model.state_dict())
-    with parallel_model(model):
-        save(tmp_path / "a.pt", model=model)
-    other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    load(tmp_path / "a.pt", model=other)
-    assert list(other.state_dict()) == names
-    assert_equal(copy_states(other), copy_states(model))
 
 
 def test_rng_states_can_be_left_alone(tmp_path):

@@ -280,11 +280,7 @@ def test_contradictions_are_named_beside_invalid_options():
 @pytest.mark.parametrize(
     "options",
     [
-        {"gpus": 0, "processes": 2},
-        {"gpus": "auto", "processes": 2},
-        {"gpus": [0, 0], "process_group_backend": "gloo"},
         {"backend": SingleNode(), "processes": 1, "num_nodes": 1, "amp": True},
-        {"amp": "bf16", "processes": 2},
         {"amp": Amp(level="O0", dtype=torch.float16), "processes": 2},
     ],
 )

@@ -142,7 +142,6 @@ def test_devices(options, machine, world, expected):
         (AUTO | DP, CPU, None, "backend='dp' with processes=3", "one process", "use processes=1, or backend="),
         ({"backend": OnGPUs()}, CPU, None, "backend='on_gpus' on cpu", "it runs on: cuda", "use backend='"),
         ({"backend": OnGPUs()}, XPU, None, "backend='on_gpus' on xpu", "it runs on: cuda", "use a backend of your own"),
-        ({}, XPU, None, "backend='ddp' on xpu", "it runs on: cpu, cuda", "use processes=1 to run on the CPU"),
         ({"num_nodes": 2}, MAC, None, "2 processes on mps", "torch has no collectives on mps", "use processes=2"),
         ({"amp": "fp16"}, CPU, None, "amp='fp16' on cpu", "native computes on cpu in: bf16", "use amp='bf16'"),
         ({"amp": True}, MAC, None, "amp='O1' on mps", "native computes on mps in: fp32", "use another amp_engine"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
-from parallelize.hang_detection.rank_state import Collective
-from parallelize.runtime.process_group import _longest_timeout, _wait_before_closing, _wait_for_all, bound_device
+from parallelize.runtime.process_group import _wait_before_closing, _wait_for_all, bound_device
 
 
 @pytest.mark.parametrize("wait", [_wait_for_all, _wait_before_closing])
@@ -64,19 +62,3 @@ def test_a_process_with_several_devices_is_bound_to_none() -> None:
     layout = compute_layout(Config.parse(gpus=2, backend="dp"), Hardware("cuda", 2))
     assert len(layout.devices[0]) == 2
     assert bound_device(World(), layout) is None
-
-
-def test_a_wait_has_the_longest_timeout_of_its_groups() -> None:
-    """And of the default group; of all groups if it is in no collective."""
-    seconds = [timedelta(seconds=n) for n in range(5)]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds[2])
-    try:
-        calls = [
-            Collective(f"{dist.new_group([0], timeout=timeout).group_name}/gloo", 1, "barrier", False)
-            for timeout in seconds[1:5]
-        ]
-        found = [_longest_timeout(each, seconds[0]) for each in (calls[:1], calls[:3], calls[3:], [])]
-        assert found == [seconds[2], seconds[3], seconds[4], seconds[4]]
-    finally:
-        dist.destroy_process_group()
-    assert _longest_timeout([], seconds[1]) == seconds[1]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.backends.balanced.partition import split, sums
+from parallelize.backends.balanced.partition import split
 
 costs = st.sampled_from([0.0, 1.0, 2.0, 5.0, 20.0, math.inf])
 
@@ -38,10 +38,3 @@ def test_a_split_equals_enumeration(devices: list[torch.Tensor]) -> None:
     found = split(devices)
     assert (found is None) == math.isinf(best)
     assert found is None or largest(found, devices) == best
-
-
-def test_sums_between_places() -> None:
-    """A stage begins and ends at given units."""
-    found = sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), [0, 1, 3, 4])
-    assert [float(found[i, i + 1]) for i in range(3)] == [1.0, 6.0, 8.0]
-    assert float(found[0, 3]) == 15.0
