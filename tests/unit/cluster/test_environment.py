@@ -6,13 +6,15 @@ The variables are recorded, or taken from the launcher's documentation.
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
-from hypothesis import given
-from strategies import worlds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import environments, hostlists, worlds
 
 from parallelize.cluster.devices import Hardware
-from parallelize.cluster.environment import detect, detect_node
+from parallelize.cluster.environment import detect, detect_node, first_host, tasks_per_node
 from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
 from parallelize.config.layout import place
@@ -395,3 +397,50 @@ def test_torchruns_only_worker_starts_no_others() -> None:
     layout = place(Config.parse(), Hardware("cuda", 8), {**TORCHRUN, **ONE_OF_TWO})
     assert layout.world is not None
     assert layout.local_world_size == 1
+
+
+@settings(max_examples=500)
+@given(environments)
+def test_any_environment(environ):
+    """Random launcher variables give a consistent World, None, or a ConfigError with all its parts; none is changed."""
+    faults, before = [], dict(environ)
+    for function, kind in ((detect, World), (detect_node, Node)):
+        try:
+            found = function(environ)
+        except ConfigError as exc:
+            faults += exc.faults
+        else:
+            assert found is None or isinstance(found, kind)
+            if isinstance(found, World):
+                assert 0 <= found.rank < found.world_size
+                assert 0 <= found.local_rank < found.local_world_size <= found.world_size
+                assert 0 < found.master_port < 65536 or found.world_size == 1
+    assert all(each.what and each.why and each.fix for each in faults)
+    assert environ == before
+
+
+@given(hostlists())
+def test_first_of_any_list(hosts):
+    """The first host of a compressed list is the first one of the expanded list."""
+    assert first_host(hosts.text) == hosts.names[0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=4))
+def test_tasks_per_node(runs):
+    """A compressed list gives the same counts as the expanded one."""
+    text = ",".join(f"{count}(x{repeat})" if repeat > 1 else f"{count}" for count, repeat in runs)
+    assert tasks_per_node(text) == [count for count, repeat in runs for _ in range(repeat)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["n[0-999999999999]", "n" * 10**5, "n[" + "1," * 10**5 + "1]", "n[1-2]" * 10**5 + "[", "[" * 10**5, "9" * 10**5],
+    ids=lambda text: text[:6],
+)
+def test_long_host_lists_are_parsed_in_linear_time(text):
+    """Slurm's list is never expanded, and no regular expression backtracks."""
+    started = time.process_time()
+    for each in (text, f"1(x{text[:9]})," * 10**4):
+        first_host(each)
+        tasks_per_node(each)
+    assert time.process_time() - started < 5

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import option_sets
+from strategies import option_sets, valid_gpus
 
 from parallelize.backends.ddp import DDPBackend
 from parallelize.config.config import Config
-from parallelize.config.options import ALL_GPUS, Options, backend_by_device_type
+from parallelize.config.options import ALL_GPUS, Options, backend_by_device_type, gpus_text
 from parallelize.errors import ConfigError, Fault
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp, Backend, Launcher
@@ -415,3 +415,59 @@ def test_random_variables(environ):
 def test_the_options_that_a_user_may_pass():
     """All have types for checkers."""
     assert vars(Config.parse()).keys() == Options.__optional_keys__
+
+
+def parsed(value):
+    """Return the parsed value of `gpus=`."""
+    return Config.parse(gpus=value, process_group_backend="gloo").gpus
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [
+        (0, 0),
+        (1, 1),
+        (4, 4),
+        ("4", 4),
+        (" 4 ", 4),
+        ("0", 0),
+        (-1, ALL_GPUS),
+        ("-1", ALL_GPUS),
+        ("auto", ALL_GPUS),
+        ([0], (0,)),
+        ([2, 0], (2, 0)),
+        ((1, 2), (1, 2)),
+        (range(2), (0, 1)),
+        ("0,2", (0, 2)),
+        ("0, 2", (0, 2)),
+        ("3,", (3,)),
+        ([0, 0], (0, 0)),
+        ([], 0),
+    ],
+)
+def test_forms_of_gpus(value, meaning):
+    """Each form of `gpus` is parsed into the documented meaning."""
+    assert parsed(value) == meaning
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, 1.0, {0, 1}, b"01", -2, 10**30, "-2", "two", "", "0,,1", "²", "9" * 5000, [0, -1, True], [1, 1.0, "1"]],
+)
+def test_invalid_gpus(value):
+    """An invalid value is refused; the error has the value, the reason and the accepted forms."""
+    with pytest.raises(ConfigError) as caught:
+        parsed(value)
+    (fault,) = caught.value.faults
+    assert fault.what == f"gpus={value!r}"
+    assert fault.why == "it is neither a number of GPUs nor a list of their indices, from 0"
+    assert fault.fix.startswith("use an int (how many), a list of indices, -1 or 'auto' (all)")
+
+
+@given(valid_gpus)
+def test_gpus_are_printed_as_they_are_written(value):
+    """A parsed value is parsed into itself, and messages show it as Python code with the same meaning."""
+    meaning = parsed(value)
+    assert parsed(meaning) == meaning
+    name, _, written = gpus_text(meaning).partition("=")
+    assert (name, parsed(eval(written))) == ("gpus", meaning)
