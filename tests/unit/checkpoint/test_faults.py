@@ -138,6 +138,9 @@ def test_hostile_files_run_nothing(tmp_path: Path) -> None:
         with pytest.raises(ParallelizeError):
             load(path, model=nn.Linear(2, 2))
         assert not target.exists()
+    with pytest.raises(ParallelizeError, match=r"posix\.mkdir") as caught:  # what it would call
+        load(tmp_path / "0c.pt", model=nn.Linear(2, 2))
+    assert caught.value.faults[0].fix
     for path in paths[:8]:
         if path.suffix == ".pt" and zipfile.is_zipfile(path):
             torch.load(path, weights_only=False)

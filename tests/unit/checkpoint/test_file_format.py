@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import os
-import pickle
 import subprocess
 import sys
 import zipfile
@@ -141,24 +140,6 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     ]:
         with pytest.raises(ParallelizeError, match=what):
             save(path, **objects)
-
-
-class Hostile:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
-def test_a_hostile_file_is_named_by_what_it_calls(tmp_path):
-    """The error of a file in our format names the function; that none runs code: test_faults.py."""
-    save(tmp_path / "a.pt", a=1)
-    torch.save({**torch.load(tmp_path / "a.pt", weights_only=True), "a": Hostile()}, tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_bytes(pickle.dumps(Hostile()))
-    for name, what in (("a.pt", r"posix.system"), ("b.pt", "not a checkpoint")):
-        with pytest.raises(ParallelizeError, match=what) as caught:
-            load(tmp_path / name)
-        assert caught.value.faults[0].fix
 
 
 def test_other_files_are_rejected(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import pathlib
 import sys
@@ -270,3 +271,16 @@ def test_values_are_refused_when_they_are_given(tmp_path):
         assert type(saved.values["best"]) is float
         with pytest.raises(ConfigError, match="best is of type"):
             saved.step(best=object())
+
+
+@settings(max_examples=200)
+@given(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.integers().map("{}min".format)
+    )
+)
+def test_any_save_schedule(tmp_path_factory, every):
+    """Random values of `checkpoints(every=)` give a schedule or a ConfigError."""
+    folder = tmp_path_factory.mktemp("runs")
+    with contextlib.suppress(ConfigError), checkpoints(folder, every=every, model=nn.Linear(1, 1)) as saved:
+        saved.step()
