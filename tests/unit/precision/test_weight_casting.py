@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -15,10 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from parallelize.cluster.world import World
 from parallelize.model import parallel_model
-from parallelize.plugins.base import Amp
-from parallelize.precision.native import NativePrecision
 
 HALF = torch.bfloat16
 
@@ -218,29 +214,6 @@ def test_o2_with_parametrized_weights() -> None:
     with block(model, "O2"):
         model(torch.randn(4, 3)).sum().backward()
     assert model[0].parametrizations.weight.original.grad.dtype is torch.float32
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_replica_computes_in_half_on_its_own_thread(level: str) -> None:
-    """A DataParallel replica, a copy without parameters that runs on a thread without autocast, computes in half.
-
-    DataParallel itself needs a GPU (tests/gpu/test_amp.py); this is how torch makes replicas.
-    """
-    model = Watching(4, 4)
-    options = {"amp": Amp(level), "models": [model], "device": torch.device("cpu"), "world": World()}
-    with NativePrecision().open(**options) as session, concurrent.futures.ThreadPoolExecutor(1) as thread:
-        replica = model._replicate_for_data_parallel()
-        replica._former_parameters = {}
-        for name, each in model.named_parameters():
-            replica._former_parameters[name] = each * 1
-            setattr(replica, name, replica._former_parameters[name])
-        out = thread.submit(session.forward, replica.forward, torch.ones(2, 4)).result()
-        assert not thread.submit(torch.is_autocast_enabled, "cpu").result()
-        out.float().sum().backward()
-    assert out.dtype is HALF
-    assert replica.seen == [HALF if level == "O2" else torch.float32]
-    assert model.weight.grad.dtype is torch.float32
-    assert "weight" not in model.__dict__
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError])
