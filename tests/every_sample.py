@@ -223,8 +223,9 @@ def read(
     """
     with as_rank(rank, world_size), own_generators(rank) as states:
         sharded, before = shard_loader(KINDS[kind](workers), tail=tail), states()
-        sharded.set_epoch(1)
-        if state is not None:
+        if state is None:
+            sharded.set_epoch(1)
+        else:
             sharded.load_state_dict(state)
         length = None if kind in STREAMS else len(sharded)
         batches, steps, saved = [], 0, sharded.state_dict()

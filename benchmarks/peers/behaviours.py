@@ -342,7 +342,7 @@ BEHAVIOURS = {
         expectation="a weighted sampler draws once for all ranks, however they are seeded",
         check=_keeps_weights,
         needs=("loader",),
-        test="tests/unit/data/test_shard_loader.py::test_samplers_draw_alike_and_restore_the_rng",
+        test="tests/unit/data/test_every_sample.py::test_all_ranks_together_read_what_the_tail_says",
     ),
     "stream": Behaviour(
         expectation="an `IterableDataset` is divided, each sample once",
@@ -354,7 +354,7 @@ BEHAVIOURS = {
         expectation="a loader with a `DistributedSampler` is not divided twice",
         check=_shards_once,
         needs=("loader",),
-        test="tests/unit/data/test_shard_loader.py::test_a_pre_sharded_loader_is_kept",
+        test="tests/unit/data/test_every_sample.py::test_a_pre_sharded_loader_is_read_as_its_sampler_says",
     ),
     "evaluation": Behaviour(
         expectation="gathered results: one per sample, of 101 samples",

@@ -20,6 +20,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import parallelize as par
 from parallelize import ConfigError, shard_loader
+from parallelize.data import iterable_style
 
 LENGTH = 29
 
@@ -172,8 +173,10 @@ def read_by_all(make, world_size, **options):
     """Iterate every rank, one after the other; the global generators of each have states of their own."""
     ranks = []
     for rank in range(world_size):
-        with as_rank(rank, world_size), own_generators(rank):
-            ranks.append(list(shard_loader(make(), **options)))
+        with as_rank(rank, world_size), own_generators(rank) as states:
+            batches, before = make(), states()
+            ranks.append(list(shard_loader(batches, **options)))
+            assert isinstance(batches, DataLoader) or states() == before  # a collate_fn draws from those of the loop
     return ranks
 
 
@@ -307,7 +310,7 @@ def test_samples_that_cannot_be_hashed_are_yielded():
 
 
 def test_epochs_of_a_shuffling_dataset_differ():
-    """With persistent workers, too: all workers draw the order of the same epoch."""
+    """With persistent workers, too: all workers draw the order of the same epoch; iterables of batches as well."""
     for arguments in ({}, {"num_workers": 2, "persistent_workers": True}):
         epochs = []
         for rank in range(2):
@@ -317,6 +320,9 @@ def test_epochs_of_a_shuffling_dataset_differ():
         for one, other in zip(*epochs, strict=True):
             check([one, other], "pad", 4)
         assert epochs[0][0] != epochs[0][1]
+    with as_rank(0, 2):
+        first, second = (list(shard_loader(shuffled_generator())) for _ in range(2))
+        assert first != second
 
 
 def test_the_loop_keeps_its_random_numbers():
@@ -736,3 +742,12 @@ def test_a_stream_that_goes_on_is_left_at_the_same_sample_by_all_ranks(make, tai
             seen += values(shard_loader(loader, tail=tail, limit=2))
     skipped = range(4 * 2 * world_size, 5 * 2 * world_size)
     assert sorted(seen) == [each for each in range(7 * 2 * world_size) if each not in skipped]
+
+
+def test_a_torch_whose_worker_info_cannot_be_replaced(monkeypatch):
+    """A dataset is refused if get_worker_info() does not return what counts the workers of all ranks."""
+    loader = shard_loader(DataLoader(Stream(), batch_size=None))
+    assert len(list(loader)) == LENGTH
+    monkeypatch.setattr(iterable_style, "get_worker_info", lambda: None)
+    with pytest.raises(ConfigError, match="iterable dataset with torch"):
+        list(loader)
