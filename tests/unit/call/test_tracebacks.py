@@ -15,7 +15,6 @@ import torch
 from parallelize import ConfigError, distributed, parallel_model, shard_loader
 from parallelize.call.tracebacks import in_users_code, print_with_notes
 from parallelize.errors import add_note, list_ranks
-from parallelize.worker.main import call_function
 
 needs_reraise = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 re-raises the old traceback")
 
@@ -115,14 +114,6 @@ def test_an_error_that_ends_a_program_on_python_3_10_is_shown_as_later_versions_
         "forward",
     ]
     assert err.endswith("rank 1 raised it\n")
-
-
-def test_full_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PARALLELIZE_TRACEBACK=full is no option of a call, and keeps the traceback."""
-    monkeypatch.setenv("PARALLELIZE_TRACEBACK", "full")
-    shown = functions(raised_by(fail_in_forward).__traceback__)
-    assert call_function.__name__ in shown
-    assert "_call_impl" in shown
 
 
 def test_a_traceback_without_frames_to_fold_is_the_same_object() -> None:
