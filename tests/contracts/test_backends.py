@@ -16,7 +16,7 @@ from ranks import outcomes_of
 from torch import nn
 from zoo import ZOO, Mlp
 
-from parallelize import SyncError, distributed, no_sync, parallel_model, rank
+from parallelize import SyncError, distributed, parallel_model, rank
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -64,13 +64,6 @@ def seeded(make: Callable[[], nn.Module]) -> Any:
     return make()
 
 
-def shards(entry: Any, *, size: int, step: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return the batches of all ranks at a step; concatenated, they are the batch of one process."""
-    torch.manual_seed(100 + step)
-    columns = [column.chunk(size) for column in entry.batch(4 * size)]
-    return list(zip(*columns, strict=True))
-
-
 def structure_of(model: nn.Module) -> Any:
     """Return all that a block could change in a model: classes, attributes, hooks, parameter identities."""
     return [
@@ -82,42 +75,6 @@ def structure_of(model: nn.Module) -> Any:
         )
         for name, module in model.named_modules()
     ]
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_training_equals_one_process_on_the_full_batch(name: str) -> None:
-    """Losses and weights of each model after some steps equal those of one process, up to rounding of sums."""
-    entries = {key: entry for key, entry in ZOO.items() if entry.is_exact}
-
-    def train(model: nn.Module, entry: Any, batches: list[Any], block: Any) -> tuple[torch.Tensor, Any]:
-        losses = []
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        with block:
-            for batch in batches:
-                optimizer.zero_grad()
-                loss = entry.loss(model(*batch))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-        return torch.stack(losses), dict(model.state_dict())
-
-    def train_in_parallel(backend: Backend) -> dict[str, Any]:
-        found = {}
-        for key, entry in entries.items():
-            model, size = seeded(entry.make), dist.get_world_size()
-            batches = [shards(entry, size=size, step=step)[rank()] for step in range(3)]
-            found[key] = train(model, entry, batches, parallel_model(model, backend=backend))
-        return found
-
-    ranks = in_world(name)(train_in_parallel)
-    for key, entry in entries.items():
-        joined = [
-            tuple(map(torch.cat, zip(*shards(entry, size=len(ranks), step=step), strict=True))) for step in range(3)
-        ]
-        losses, weights = train(seeded(entry.make), entry, joined, contextlib.nullcontext())
-        torch.testing.assert_close(sum(each[key][0] for each in ranks) / len(ranks), losses)
-        for each in ranks:
-            torch.testing.assert_close(each[key][1], weights, rtol=1e-5, atol=1e-6)
 
 
 def the_block_restores_the_model(backend: Backend) -> None:
@@ -223,51 +180,6 @@ def test_one_rank_evaluates_alone_or_is_named(name: str) -> None:
     named = pytest.raises(SyncError, match=r"rank 0 waits at .* in forward .* rank 1 waits at .* in barrier")
     with named if waits else contextlib.nullcontext():
         in_world(name)(evaluate)
-
-
-def accumulated(model: Any, batches: list[torch.Tensor]) -> None:
-    for step, x in enumerate(batches):
-        with no_sync(model) if step < 2 else contextlib.nullcontext():
-            (ZOO["mlp"].loss(model(x)) / 3).backward()
-
-
-def of_a_submodule(model: Any, batches: list[torch.Tensor]) -> None:
-    model.encoder(batches[0]).mean().backward()
-
-
-def of_a_routed_method(model: Any, batches: list[torch.Tensor]) -> None:
-    model.loss(batches[0]).backward()
-
-
-WAYS = [accumulated, of_a_submodule, of_a_routed_method]
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_gradients_that_arrive_in_other_ways_are_those_of_the_full_batch(name: str) -> None:
-    """Under no_sync for all but the last micro-batch, of a call of a submodule, and of a method in methods=."""
-
-    def own_batches(size: int, number: int) -> list[torch.Tensor]:
-        return [shards(ZOO["mlp"], size=size, step=step)[number][0] for step in range(3)]
-
-    def train(backend: Backend) -> list[Any]:
-        found = []
-        for way in WAYS:
-            model = seeded(Mlp)
-            with parallel_model(model, backend=backend, methods=["loss"]):
-                optimizer = torch.optim.SGD(model.parameters(), 1.0)
-                way(model, own_batches(dist.get_world_size(), rank()))
-                optimizer.step()
-            found.append(dict(model.state_dict()))
-        return found
-
-    ranks = in_world(name)(train)
-    for way, *found in zip(WAYS, *ranks, strict=True):
-        reference = seeded(Mlp)
-        for number in range(len(ranks)):
-            way(reference, own_batches(len(ranks), number))
-        torch.optim.SGD(reference.parameters(), 1.0 / len(ranks)).step()
-        for weights in found:
-            torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port
 
 from parallelize import distributed
 from parallelize.cluster.world import World
@@ -95,101 +93,6 @@ def test_init_connection() -> None:
 def test_the_timeout_reaches_the_process_group() -> None:
     """`timeout=` is the timeout of the process group."""
     assert group_options.options(timeout=23)() == (23, 2)
-
-
-@distributed(processes=2)
-def own_group() -> int:
-    dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    return int(value.item())
-
-
-def test_a_worker_may_create_the_process_group_itself() -> None:
-    """init_process_group() with torchrun's variables works in a worker."""
-    assert own_group() == 2
-
-
-SCRIPT = """
-import pathlib, sys
-import torch
-import torch.distributed as dist
-from parallelize import ConfigError, distributed, rank
-
-class Result:
-    pass
-
-@distributed()
-def give(x):
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(model.weight, x + rank())
-    return model, lambda y: x * y, Result, model.weight
-
-@distributed(**eval(sys.argv[2]))
-def train(x):
-    print("at work", flush=True)
-    return (lambda: x) if rank() else x, dist.get_world_size()
-
-folder = pathlib.Path(sys.argv[1])
-try:
-    result = [train(10), train(20), distributed(timeout=600)(rank).all_ranks()]
-    model, scale, kind, same = give(3.0)
-    assert (model.weight.item(), scale(2.0), kind is Result, same is model.weight) == (3.0, 6.0, True, True)
-    assert [scale(2.0) for _, scale, _, _ in give.all_ranks(4.0)] == [8.0, 8.0]
-except ConfigError as error:
-    result = error
-folder.joinpath(__import__("os").environ["RANK"]).write_text(str(result))
-"""
-
-
-@pytest.fixture
-def torchrun(tmp_path: Path):
-    """Runs the script above under torchrun; returns the text that each rank wrote."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-
-    def run(options: dict[str, object]) -> list[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-        subprocess.run(
-            [*command, str(tmp_path), repr(options)], cwd=tmp_path, timeout=200, check=True, capture_output=True
-        )
-        return [(tmp_path / str(number)).read_text() for number in range(2)]
-
-    return run
-
-
-def test_under_torchrun_a_call_joins(torchrun) -> None:
-    """A call starts no process, and returns rank 0's value on every rank: lambdas and modules, too."""
-    assert torchrun({}) == [str([(10, 2), (20, 2), [0, 1]])] * 2
-
-
-def test_calls_with_different_timeouts_share_the_store_that_rank_0_serves(tmp_path: Path) -> None:
-    """Under mpirun rank 0 serves the store: a second call with another timeout= uses the same one."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    port = free_port()
-    world = {
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), "{}"],
-            env={**os.environ, **world, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]
-    assert [each.wait(timeout=200) for each in started] == [0, 0]
-    assert {(tmp_path / rank).read_text() for rank in ("0", "1")} == {str([(10, 2), (20, 2), [0, 1]])}
-
-
-def test_a_request_that_does_not_fit_torchruns_world_is_refused(torchrun) -> None:
-    """The error on every rank contains both numbers."""
-    for result in torchrun({"processes": 4}):
-        assert result.startswith("processes per node: 4 asked for, 2 started"), result
 
 
 @distributed(processes=2)

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import free_port
@@ -19,22 +21,32 @@ import json, sys
 import torch, torch.distributed as dist
 from parallelize import ConfigError, distributed, rank, world_size
 
-options = json.loads(sys.argv[1])
+class Result:
+    pass
 
-@distributed(**options)
+@distributed(**json.loads(sys.argv[1]))
 def train(factor):
     total = torch.ones(1) * rank()
     dist.all_reduce(total)
     return [total.item() * factor, rank(), world_size()]
 
+@distributed()
+def give(x):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, x + rank())
+    return model, lambda y: x * y, Result, model.weight
+
 try:
-    result = [train(1), train(2), train.all_ranks(1)]
+    result = [train(1), train(2), train.all_ranks(1), distributed(timeout=600)(rank).all_ranks()]
+    model, scale, kind, same = give(3.0)
+    assert (model.weight.item(), scale(2.0), kind is Result, same is model.weight) == (3.0, 6.0, True, True)
+    assert [scale(2.0) for _, scale, _, _ in give.all_ranks(4.0)] == [8.0, 8.0]
 except ConfigError as error:
     result = str(error)
 sys.stdout.write(json.dumps(result) + "\\n")  # one write: lines of two ranks do not mix
 """
 
-RESULT = [[1.0, 0, 2], [2.0, 0, 2], [[1.0, 0, 2], [1.0, 1, 2]]]
+RESULT = [[1.0, 0, 2], [2.0, 0, 2], [[1.0, 0, 2], [1.0, 1, 2]], [0, 1]]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OPEN_MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
@@ -64,7 +76,7 @@ def results(launcher: str, folder: Path, options: dict[str, object]) -> list[obj
 
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_joins_the_launchers_world(launcher: str, tmp_path: Path) -> None:
-    """In two processes of one launcher every call runs as one of two ranks and returns rank 0's value."""
+    """In two processes of one launcher every call runs as one of two ranks and returns rank 0's value, of any kind."""
     assert results(launcher, tmp_path, {}) == [RESULT, RESULT]
 
 
@@ -74,20 +86,29 @@ def test_a_request_that_does_not_fit_names_both(tmp_path: Path) -> None:
         assert "processes per node: 4 asked for, 2 started" in str(result)
 
 
-def test_processes_started_by_hand(tmp_path: Path) -> None:
-    """With torchrun's variables set by hand, and no agent that serves a store, rank 0 serves it."""
+def by_hand(rank: int) -> Mapping[str, Any]:
+    return {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "RANK": rank, "LOCAL_RANK": rank}
+
+
+def by_mpirun(rank: int) -> Mapping[str, Any]:
+    names = {"SIZE": 2, "LOCAL_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+
+
+@pytest.mark.parametrize("variables", [by_hand, by_mpirun])
+def test_without_an_agent_rank_0_serves_the_store(variables: Any, tmp_path: Path) -> None:
+    """With torchrun's or mpirun's variables set by hand; calls with another timeout= use the same store."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    variables = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    port = {"MASTER_PORT": str(free_port())}
     started = [
         subprocess.Popen(
             [sys.executable, str(script), "{}"],
-            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **{name: str(value) for name, value in variables(rank).items()},
+                "MASTER_PORT": str(port),
+            },
             stdout=subprocess.PIPE,
             text=True,
         )
