@@ -1,6 +1,6 @@
-"""Ordinary programs under fsdp, each beside one process that runs the same lines, in one world of two ranks.
+"""What programs do with a model under fsdp, beside one process that runs the same lines, in one world of two ranks.
 
-Programs whose ranks read different batches: tests/one_word, and tests/worlds/test_fsdp.py.
+Whole programs, in which ranks read different batches, are in tests/one_word; what fsdp alone has, in test_fsdp.py.
 """
 
 from __future__ import annotations
@@ -40,21 +40,16 @@ def nothing(*_: Any) -> None:
 
 
 def train(
-    model: nn.Module,
-    optimizer: optim.Optimizer | None = None,
-    *,
-    penalty: Callable[[], Any] = float,
-    before_step: Callable[[], Any] = nothing,
-    after_step: Callable[[], Any] = nothing,
+    model: nn.Module, optimizer: optim.Optimizer | None = None, *, before_step: Callable[[], Any] = nothing
 ) -> list[Any]:
-    """Make three steps, the first ones of SGD without a given optimizer; return what the functions return."""
+    """Make three steps, the first ones of SGD without a given optimizer; return what `before_step` returns."""
     optimizer = optimizer or optim.SGD(model.parameters(), 0.1)
     seen: list[Any] = []
     for step in range(3):
 
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(batch(step)).square().mean() + penalty()
+            loss = model(batch(step)).square().mean()
             loss.backward()
             return loss
 
@@ -64,7 +59,6 @@ def train(
         closure()
         seen.append(before_step())
         optimizer.step()
-        seen.append(after_step())
     return seen
 
 
@@ -87,16 +81,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def with_optimizer(make: Callable[[Any], Any], *, is_before: bool) -> Around:
-    """Let an optimizer, made before the block with state or inside, step in and after it on the user's parameters."""
+def with_optimizer(make: Callable[[Any], Any]) -> Around:
+    """Let an optimizer, made before the block and with state, step in and after it on the user's parameters."""
 
     def around(model: nn.Sequential, block: Block) -> Any:
         parameters = list(model.parameters())
-        optimizer = make(parameters) if is_before else None
-        if is_before:
-            train(model, optimizer)
+        optimizer = make(parameters)
+        train(model, optimizer)
         with block(model):
-            optimizer = optimizer or make(model.parameters())
             seen = train(model, optimizer)
         held = [each for group in optimizer.param_groups for each in group["params"]]
         assert held
@@ -172,36 +164,10 @@ def log_statistics(model: nn.Module) -> Any:
     )
 
 
-def frozen_for_a_time(model: nn.Sequential) -> Any:
-    model[0].requires_grad_(False)
-    first = train(model)
-    model[0].requires_grad_(True)
-    return [first, train(model)]
-
-
-def snapshot(model: nn.Module) -> Any:
-    """State dicts share memory with the model, as in one process; clones do not."""
-    alias, best = model.state_dict(), {name: each.clone() for name, each in model.state_dict().items()}
-    train(model)
-    shared = {name: each.clone() for name, each in alias.items()}
-    model.load_state_dict(best)
-    return shared, best
-
-
 PROGRAMS: dict[str, Program] = {
-    "clip norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1)),
     "clip 1-norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=1).item()),
     "clip values": lambda m: train(m, before_step=lambda: clip_grad_value_(m.parameters(), 0.01)),
     "statistics": log_statistics,
-    "penalties": lambda m: train(
-        m,
-        penalty=lambda: sum(
-            each.pow(2).sum() + 0.1 * each.abs().sum() + each.norm() + each.norm(1) + each.max()
-            for each in m.parameters()
-        ),
-    ),
-    "frozen for a time": frozen_for_a_time,
-    "snapshot": snapshot,
 }
 
 
@@ -249,8 +215,7 @@ ALL: dict[str, Around] = {
     **{name: inside(each) for name, each in PROGRAMS.items()},
     **{f"write {name}": inside(written(each)) for name, each in WRITES.items()},
     **{f"forward, {name}, backward": inside(changed(each)) for name, each in CHANGES.items()},
-    **{f"{name}, made inside": with_optimizer(each, is_before=False) for name, each in OPTIMIZERS.items()},
-    **{f"{name} with state": with_optimizer(each, is_before=True) for name, each in OPTIMIZERS.items()},
+    **{f"{name} with state": with_optimizer(each) for name, each in OPTIMIZERS.items()},
     "several": several,
 }
 
