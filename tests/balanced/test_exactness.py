@@ -1,4 +1,4 @@
-"""A pipelined model computes the same as the plain one on the same micro-batches."""
+"""A pipelined model computes what the plain one does on the full batch; whole programs are in tests/one_word."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from balanced.models import (
 from parallelize import parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
 
-# Tied and reused weights are summed in another order, and some convolutions on copied inputs too.
-REORDERED_SUMS = {"gpt, tied", "gpt, loss inside", "reused layer", "transformer, sequence first"}
-
 
 def run(model: Any, inputs: Any, **options: Any) -> Any:
     with pipelined(model, inputs, **options) as same:
@@ -32,23 +29,6 @@ def run(model: Any, inputs: Any, **options: Any) -> Any:
         output = model(*inputs[0], **inputs[1])
         loss_of(output).backward()
     return output
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_micro_batches_over_stages_equal_micro_batches_on_one(name: str) -> None:
-    """Outputs, gradients and buffers of two stages are bitwise equal to those of one stage."""
-    case = CASES[name]
-    inputs, model = batch_of(case), seeded(case.make)
-    alone = copy.deepcopy(model)
-    output = run(model, inputs, stages=2, batch_dim=case.batch_dim)
-    expected = run(alone, inputs, stages=1, batch_dim=case.batch_dim)
-    assert type(output) is type(expected)
-    for got, want in zip(tensors(output), tensors(expected), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-    rounding = 1e-5 if name in REORDERED_SUMS else 0.0
-    assert_equal_gradients(model, alone, rtol=rounding, atol=rounding)
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, alone.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_exact])
@@ -65,8 +45,7 @@ def test_micro_batches_equal_the_full_batch(name: str) -> None:
     assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("stages", [1, 3, 4])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 1), (3, 8), (4, 3)])
 def test_any_number_of_stages_and_micro_batches(stages: int, microbatches: int) -> None:
     """Tied weights get the gradients of the plain model, for any number of stages and micro-batches."""
     inputs, model = batch_of(CASES["gpt, tied"]), seeded(Gpt)
@@ -113,8 +92,7 @@ def test_an_input_that_requires_grad() -> None:
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_generate_gives_the_plain_models_text(is_planned: bool, microbatches: int) -> None:
+def test_generate_gives_the_plain_models_text(is_planned: bool) -> None:
     """generate(), which passes a cache between calls, gives the plain model's text before and after training."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -125,7 +103,7 @@ def test_generate_gives_the_plain_models_text(is_planned: bool, microbatches: in
     plain = copy.deepcopy(model).eval()
     tokens = torch.randint(5, 50, (8, 10))
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=microbatches)):
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
         if is_planned:
             model(input_ids=tokens, use_cache=False).logits.sum().backward()
         model.eval()

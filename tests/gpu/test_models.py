@@ -19,7 +19,6 @@ from parallelize import (
     FSDPBackend,
     device,
     distributed,
-    no_sync,
     parallel_model,
     rank,
     shard_loader,
@@ -190,24 +189,6 @@ def test_sync_batchnorm_sees_all_ranks() -> None:
 
     for weights in run.all_ranks():
         assert_close(weights, train_alone("convnet"))
-
-
-def test_offloaded_parameters_train() -> None:
-    """fsdp trains with parameters in CPU memory, also with gradient accumulation."""
-
-    @on_one_gpu(FSDPBackend(cpu_offload=True))
-    def run() -> bool:
-        model = Mlp()
-        with parallel_model(model):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            with no_sync(model):
-                model(torch.ones(2, 6)).mean().backward()
-            model(torch.ones(2, 6)).mean().backward()
-            optimizer.step()
-            assert not next(model.parameters()).is_cuda
-        return not next(model.parameters()).is_cuda  # where the model came from
-
-    assert all(run.all_ranks())
 
 
 def test_a_legacy_script_uses_the_gpu_it_sees() -> None:

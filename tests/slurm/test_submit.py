@@ -91,17 +91,6 @@ def test_a_plain_call_brings_back_what_it_trained(cluster: Cluster, tmp_path: Pa
     assert trainer.optimizer.state[trainer.model.weight]["step"].item() == 1
 
 
-def test_torch_settings_of_the_script_apply_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
-    """A job applies the caller's default dtype, although it does not run the script's top level."""
-    launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00")
-    torch.set_default_dtype(torch.float64)
-    try:
-        job = distributed(launcher=launcher, processes=2, timeout=60)(torch.get_default_dtype).submit()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert job.result(timeout_s=100) == torch.float64
-
-
 def test_an_exception_of_rank_3_is_raised_in_the_caller(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

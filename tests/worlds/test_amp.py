@@ -73,22 +73,6 @@ def assert_same_on_all_ranks(tensors: list[torch.Tensor]) -> None:
 
 
 @check
-def bf16_equals_autocast_around_ddp_by_hand() -> None:
-    """An unchanged loop: the weights equal those of hand-written autocast over DistributedDataParallel."""
-    hand, ours = net(), net()
-    wrapped = DistributedDataParallel(hand)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return wrapped(x).float()  # as autocast casts it for the loss
-
-    fit(hand, torch.optim.AdamW(hand.parameters(), lr=0.01), call=call)
-    with parallel_model(ours, amp="bf16"):
-        fit(ours, torch.optim.AdamW(ours.parameters(), lr=0.01))
-    assert_same(weights_of(ours), weights_of(hand))
-
-
-@check
 def fp16_equals_grad_scaler_around_ddp() -> None:
     """Accumulation, no_sync, clipping, a scheduler, and inf on one rank, which skips the step on all."""
 

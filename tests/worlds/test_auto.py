@@ -124,28 +124,18 @@ def test_training_is_that_of_the_chosen_engine() -> None:
 def test_one_process_trains_as_without_the_library() -> None:
     """The measurement leaves gradients, statistics, attributes and generators of one process as they were."""
 
-    def plain() -> dict[str, Any]:
+    def trained(block: Any) -> dict[str, Any]:
         torch.manual_seed(3)
         random.seed(3)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model(torch.ones(4, WIDTH)).mean().backward()  # gradients to which the first batch adds
-        model(torch.randn(16, WIDTH)).square().mean().backward()
-        optimizer.step()
-        return {**model.state_dict(), "drawn": torch.rand(3), "other": torch.tensor([random.random(), model.calls])}
-
-    def in_block() -> dict[str, Any]:
-        torch.manual_seed(3)
-        random.seed(3)
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        model(torch.ones(4, WIDTH)).mean().backward()
-        with parallel_model(model, backend="auto"):
+        with block(model):
             model(torch.randn(16, WIDTH)).square().mean().backward()
             optimizer.step()
         return {**model.state_dict(), "drawn": torch.rand(3), "other": torch.tensor([random.random(), model.calls])}
 
-    expected, state = plain(), in_block()
+    expected, state = trained(contextlib.nullcontext), trained(lambda model: parallel_model(model, backend="auto"))
     assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 

@@ -162,16 +162,6 @@ def assert_saved(folder: Path) -> int:
     return steps
 
 
-def assert_nothing_lost(hosts: tuple[Host, Host], folder: Path) -> None:
-    """Restart the run: it resumes from its last checkpoint, to the weights of an undisturbed run."""
-    steps = assert_saved(folder)
-    with _started(hosts, folder, {}, last=steps + 20) as nodes:
-        for each in nodes:
-            out, err = each.communicate(timeout=90)
-            assert out.strip(), err
-            assert json.loads(out.strip().splitlines()[-1])["value"] == [steps, steps + 20]
-
-
 ENDED_S = LOST_AFTER_S + STOP_GRACE_S
 
 
@@ -204,14 +194,3 @@ def test_a_stopped_worker_fails_the_run_at_the_timeout(hosts: tuple[Host, Host],
             assert f"the others: rank {rank}: stopped" in result["text"]
             assert 3 < result["at"] - stopped_at < 4 + ENDED_S + MARGIN_S
         run.assert_gone()
-
-
-def test_a_worker_killed_on_one_host_loses_nothing(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """A killed worker ends the call on both hosts within seconds, with its rank; a new run resumes."""
-    with training(hosts, tmp_path) as run:
-        os.kill(run.workers[1], signal.SIGKILL)
-        for node in range(2):
-            result = run.result(node, within_s=ENDED_S)
-            assert (result["error"], "rank 1 on node-2 was ended by SIGKILL" in result["text"]) == ("WorkerError", True)
-        run.assert_gone()
-    assert_nothing_lost(hosts, tmp_path)

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import (
-    BalancedBackend,
     ConfigError,
     ParallelizeError,
     SyncError,
@@ -290,21 +289,6 @@ def test_weights_of_a_sharded_run_as_safetensors(tmp_path):
     model.load_state_dict(safetensors.load_file(tmp_path / "last.safetensors"))
     assert checksum_of(dict(model.state_dict())) == checksum_of(weights)
     assert load(tmp_path / "last.safetensors", model=net()) == {}
-
-
-@pytest.mark.slow
-def test_a_killed_balanced_run_continues(tmp_path, monkeypatch):
-    """A run with backend="balanced" that is killed, and started again, ends bitwise as an uninterrupted one."""
-    backend, kills = BalancedBackend(devices=("cpu", "cpu"), microbatches=2), [(14, 0)]
-    context = torch.multiprocessing.get_context("spawn")
-    for folder, attempt in (("killed", 0), ("killed", 1), ("whole", 1)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        process = context.Process(target=train, args=(tmp_path / folder, kills, backend, 4, folder == "killed"))
-        process.start()
-        process.join()
-        assert process.exitcode == (-signal.SIGKILL if attempt == 0 else 0)
-    killed, whole = (load(tmp_path / folder / "step-000000036.pt", rng=False) for folder in ("killed", "whole"))
-    assert checksum_of(killed) == checksum_of(whole)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -198,20 +197,6 @@ def timeout_of_a_group() -> list[float]:
 def test_groups_of_the_user_have_the_timeout_of_the_run() -> None:
     """torch gives them its own default."""
     assert timeout_of_a_group() == [1234.0, 1234.0]
-
-
-@distributed(processes=2, timeout=8)
-def evaluate_in_a_patient_group() -> str:
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=60))
-    if dist.get_rank() == 0:
-        time.sleep(11)
-    dist.barrier(group=group)
-    return "met"
-
-
-def test_a_group_with_a_longer_timeout_has_it() -> None:
-    """As torch would, hang detection lets its ranks wait for longer than those of other groups."""
-    assert evaluate_in_a_patient_group() == "met"
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

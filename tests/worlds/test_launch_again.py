@@ -54,19 +54,6 @@ def server() -> int:
     return psutil.Process(os.getppid()).ppid()
 
 
-def test_a_call_after_a_failed_one() -> None:
-    """A call succeeds after one that failed."""
-
-    @distributed(processes=2)
-    def fail() -> None:
-        raise LookupError("once")
-
-    for _ in range(2):
-        with pytest.raises(LookupError):
-            fail()
-        assert total(5) == (10, 2)
-
-
 @pytest.mark.skipif(not FILES.is_dir(), reason="open files are seen on Linux only")
 def test_no_file_stays_open() -> None:
     """All files are closed after a call and after a failed call, without a garbage collection."""

@@ -14,9 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-import parallelize
 from parallelize import ConfigError, distributed
 
 pytestmark = pytest.mark.slow
@@ -358,16 +356,6 @@ def test_a_function_of_a_module_that_workers_cannot_import(run_script: Run) -> N
     run_script(LOADED_BY_PATH)
 
 
-@distributed(processes=2)
-def inner(x: int) -> tuple[int, int]:
-    return x, dist.get_world_size()
-
-
-@distributed(processes=2)
-def outer(x: int) -> list[tuple[int, int]]:
-    return [inner(x), inner.all_ranks(parallelize.rank())[1], inner.options(processes=3)(x)]
-
-
 CALLS_WHEN_IMPORTED = """
 from pathlib import Path
 from parallelize import distributed, rank
@@ -402,11 +390,6 @@ def test_calls_while_their_module_is_imported(tmp_path: Path, run_script: Run) -
     assert not list(tmp_path.glob("trained.*"))
     run_script("import experiment; assert type(experiment.found) is experiment.Part")
     assert sorted(path.name for path in tmp_path.glob("trained.*")) == ["trained.0", "trained.1"]
-
-
-def test_a_call_inside_a_worker_runs_the_function() -> None:
-    """In a worker a decorated function runs in the same world and starts no processes."""
-    assert outer(5) == [(5, 2), (1, 2), (5, 2)]
 
 
 def test_the_callers_main_module_is_unchanged() -> None:

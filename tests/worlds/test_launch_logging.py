@@ -107,26 +107,6 @@ def test_records_reach_the_callers_handlers(run_script: Run, tmp_path: Path) -> 
     assert "epoch 1" in records.read_text()
 
 
-OWN = """
-    import logging
-    from parallelize import distributed
-
-    @distributed(processes=2)
-    def train():
-        logging.basicConfig(level=logging.INFO, format="own %(message)s")
-        logging.info("shown")
-        logging.warning("once")
-
-    train()
-"""
-
-
-@pytest.mark.slow
-def test_a_function_sets_up_logging_itself(run_script: Run) -> None:
-    """Where the caller has no handlers, those of the function are the workers' own."""
-    assert run_script(OWN).stderr == "own shown\nown once\n"
-
-
 @distributed(processes=2)
 def log_much(count: int) -> None:
     for number in range(count):

@@ -155,13 +155,6 @@ def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
         assert torch.equal(other_outputs, outputs)
 
 
-@pytest.mark.slow
-def test_any_number_of_processes() -> None:
-    """Four processes, and three and six of one kind, train what fewer do: their sums over ranks are trees."""
-    assert trained(4)[0] == trained(1)[0]
-    assert trained(3, logical=6)[0] == trained(6, logical=6)[0]
-
-
 def test_a_run_resumes_at_another_size(tmp_path: Path) -> None:
     """A run that a rank's death has ended goes on with fewer processes, to the bits of an undisturbed one."""
     weights, _ = trained(2)

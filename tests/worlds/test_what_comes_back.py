@@ -25,13 +25,7 @@ def by_closure() -> tuple[Callable[[], Any], nn.Module]:
     return distributed(processes=2)(lambda: loop(net, sgd(net))), net
 
 
-def argument() -> tuple[Callable[[], Any], nn.Module]:
-    net = nn.Linear(2, 1)
-    return lambda: legacy_training.train_argument(net), net
-
-
 SHAPES: dict[str, Callable[[], tuple[Callable[[], Any], nn.Module]]] = {
-    "argument": argument,
     "closure": by_closure,
     "global variable": lambda: (legacy_training.train_global, legacy_training.model),
     "global variable by the name of its package": lambda: (legacy_training.train_by_package, legacy_state.model),
