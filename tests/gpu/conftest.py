@@ -15,6 +15,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*names a GPU more than once:UserWarning"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("gpu2") is not None and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 
 @pytest.fixture(autouse=True, scope="session")

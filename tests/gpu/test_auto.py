@@ -11,10 +11,7 @@ from torch import nn
 
 from parallelize import AutoBackend, parallel_model, plan
 
-pytestmark = [
-    pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu2
 
 WIDTH, BLOCKS = 256, 8
 

@@ -223,7 +223,6 @@ class Skip(nn.Module):
 
 
 @pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_units_of_a_model_that_fits_on_no_device() -> None:
     """An addition of tensors that are on two devices while the model is profiled does not make its units larger."""
     found = []
@@ -257,7 +256,6 @@ def limited(mebibytes: float) -> Iterator[None]:
 
 
 @pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("memory", [None, 2**33])
 def test_a_batch_that_no_device_can_hold(memory: int | None) -> None:
     """A batch of 32 MiB of activations trains on two limited devices, also if memory= promises more."""
@@ -280,7 +278,6 @@ def test_a_batch_that_no_device_can_hold(memory: int | None) -> None:
 
 
 @pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("what", ["forward", "backward", "step"])
 def test_a_step_that_runs_out_of_memory(what: str) -> None:
     """An error in forward, backward or an optimizer step names the device, the predicted bytes, and options."""
@@ -311,7 +308,6 @@ def foreach_average(model: nn.Module, average: nn.Module) -> None:
 
 
 @pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     ("use", "works"),
     [
@@ -363,7 +359,6 @@ def encoder() -> nn.Module:
 
 
 @pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     ("make", "shape", "amp"),
     [
@@ -386,7 +381,6 @@ def test_the_predicted_peak_of_each_device(make: Any, shape: tuple[int, ...], am
 
 
 @pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(
     ("name", "microbatches", "amp"), [("Llama", 8, False), ("GPT2", 4, False), ("GPT2", 4, "bf16")]
 )

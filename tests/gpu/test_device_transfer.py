@@ -20,11 +20,7 @@ from parallelize.backends.balanced.plugin import BalancedBackend
 
 pytestmark = pytest.mark.gpu
 
-TWO_GPUS = [
-    pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
-PAIRS = [("cpu", "cuda:0"), ("cuda:0", "cpu"), pytest.param(("cuda:1", "cuda:0"), marks=TWO_GPUS)]
+PAIRS = [("cpu", "cuda:0"), ("cuda:0", "cpu"), pytest.param(("cuda:1", "cuda:0"), marks=pytest.mark.gpu2)]
 Body = Callable[[Any, Tensor, Tensor], Any]
 
 

@@ -10,10 +10,7 @@ from torch import nn
 
 from parallelize import FSDPBackend, device, distributed, load, parallel_model, save
 
-pytestmark = [
-    pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu2
 
 WIDTH, BLOCKS = 256, 24
 

@@ -26,7 +26,6 @@ from parallelize import (
 
 pytestmark = [
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(300),  # the first test with some GPUs trains all cases on them
 ]
 

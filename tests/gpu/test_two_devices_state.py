@@ -15,7 +15,6 @@ from parallelize import checkpoints, device, distributed, parallel_model, rank, 
 
 pytestmark = [
     pytest.mark.gpu2,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(200),
 ]
 
