@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from parallelize import distributed
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -25,6 +27,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
 __all__ = [
+    "Checks",
     "as_rank",
     "free_port",
     "keep_sigchld_handler",
@@ -98,6 +101,33 @@ def outcomes_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the test reports it
             found[name] = traceback.format_exc()
     return found
+
+
+class Checks(dict[str, Callable[[], Any]]):
+    """Functions that the ranks of one launch run one after the other; each is registered by a decorator.
+
+    Args:
+        options: options of the launch.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self._options = options
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        self[run.__name__] = run
+        return run
+
+    @functools.cached_property
+    def outcomes(self) -> list[dict[str, Any]]:
+        """What each function has returned, or its traceback as text, by rank."""
+        ranks: list[dict[str, Any]] = distributed(**self._options)(outcomes_of).all_ranks(dict(self))
+        return ranks
+
+    def assert_holds(self, name: str) -> None:
+        """Assert that a function has raised nothing on any rank."""
+        for each in self.outcomes:
+            assert each[name] is None, each[name]
 
 
 def values(batches: Iterable[torch.Tensor]) -> list[Any]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import outcomes_of
+from ranks import Checks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelize import Amp, all_gather, all_reduce, distributed, no_sync, parallel_model, rank
+from parallelize import Amp, all_gather, all_reduce, no_sync, parallel_model, rank
 from parallelize.precision.native import NativePrecision
 from parallelize.torch_patches.forward import route_of
 
@@ -54,13 +53,7 @@ def weights_of(model):
     return [each.detach().clone() for each in model.parameters()]
 
 
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(run: Callable[[], None]) -> Callable[[], None]:
-    """Register what two ranks run in one launch."""
-    CHECKS[run.__name__] = run
-    return run
+check = Checks(processes=2)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -178,19 +171,7 @@ def levels_follow_full_precision() -> None:
             torch.testing.assert_close(weights, full_weights, rtol=0.05, atol=0.05)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    """Run all checks in two ranks; return their outcomes by rank."""
-
-    @distributed(processes=2)
-    def run() -> dict[str, Any]:
-        return outcomes_of(CHECKS)
-
-    return run.all_ranks()
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_check_holds_on_all_ranks(name: str, outcomes: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", check)
+def test_a_check_holds_on_all_ranks(name: str) -> None:
     """What the check's docstring says."""
-    for each in outcomes:
-        assert each[name] is None, each[name]
+    check.assert_holds(name)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import outcomes_of
+from ranks import Checks
 
 from parallelize import ConfigError, SyncError, distributed, rank, world_size
 from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
@@ -26,13 +26,7 @@ class Result:
     count: int
 
 
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(run: Callable[[], None]) -> Callable[[], None]:
-    """Register what the ranks of a world run in one launch."""
-    CHECKS[run.__name__] = run
-    return run
+check = Checks(processes=3)
 
 
 def of_all_ranks(value_of: Callable[[int], Any]) -> list[Any]:
@@ -168,16 +162,10 @@ def gradients_cross_processes() -> None:
     torch.testing.assert_close(x.grad, xs[rank()].grad)
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    return distributed(processes=3)(lambda: outcomes_of(CHECKS)).all_ranks()
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_check_holds_on_all_ranks(name, outcomes):
+@pytest.mark.parametrize("name", check)
+def test_a_check_holds_on_all_ranks(name: str) -> None:
     """What the check's docstring says."""
-    for each in outcomes:
-        assert each[name] is None, each[name]
+    check.assert_holds(name)
 
 
 def test_a_world_of_one_changes_nothing():

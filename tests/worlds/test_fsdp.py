@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import outcomes_of
+from ranks import Checks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
@@ -245,13 +245,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Program]] = {
     "grad scaler": (Stack, with_a_grad_scaler),
 }
 
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def check(run: Callable[[], None]) -> Callable[[], None]:
-    """Register what two ranks run in one launch."""
-    CHECKS[run.__name__] = run
-    return run
+check = Checks(processes=2, timeout=120)
 
 
 def check_program(name: str, backend: Any) -> None:
@@ -264,8 +258,8 @@ def check_program(name: str, backend: Any) -> None:
 
 
 for each_name in PROGRAMS:
-    CHECKS[each_name] = functools.partial(check_program, each_name, "fsdp")
-CHECKS["output changed in place, one group"] = functools.partial(
+    check[each_name] = functools.partial(check_program, each_name, "fsdp")
+check["output changed in place, one group"] = functools.partial(
     check_program, "output changed in place", FSDPBackend(blocks=10**6)
 )
 
@@ -588,23 +582,11 @@ def models_on_meta_get_their_values() -> None:
     assert other[0].gain.tolist() == [2.0] * 6
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    """Run all checks; return their outcomes by rank."""
-
-    @distributed(processes=2, timeout=120)
-    def run() -> dict[str, Any]:
-        return outcomes_of(CHECKS)
-
-    return run.all_ranks()
-
-
 @pytest.mark.filterwarnings(r"ignore:FSDP2-wrapped module \(Linear\) returned a view:UserWarning")  # changed in place
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_check_holds_on_all_ranks(name: str, outcomes: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", check)
+def test_a_check_holds_on_all_ranks(name: str) -> None:
     """What the check's docstring says; a program trains the weights of one process."""
-    for each in outcomes:
-        assert each[name] is None, each[name]
+    check.assert_holds(name)
 
 
 def test_copies_of_shards_on_four_ranks() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import outcomes_of
+from ranks import Checks
 from torch import nn
 from torch.autograd import backward as imported_backward
 from torch.autograd import grad as imported_grad
@@ -19,6 +19,8 @@ from parallelize import Amp, ConfigError, distributed, no_sync, parallel_model, 
 from parallelize.precision.native import NativePrecision
 
 pytestmark = []  # shown by workers
+
+check = Checks(processes=2)
 
 CLASSES, PADDING = 5, -100
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5]).double()
@@ -152,6 +154,7 @@ def train(*, passes=1, alone=False, last_only=False, loss=LOSSES["cross_entropy"
     return torch.cat([each.detach().flatten() for each in net.parameters()])
 
 
+@check
 def training_equals_that_of_one_process():
     """Engines, accumulation, no_sync, loss scaling, autocast and clipping; without average= the weights differ."""
     NativePrecision.dtypes = {"cpu": frozenset({torch.bfloat16, torch.float16})}  # fp16 leaves float64 as it is
@@ -220,6 +223,7 @@ def adversarial(*, alone):
         return torch.cat([gradients(generator), gradients(critic)])
 
 
+@check
 def two_models_that_take_turns_equal_one_process():
     """A generator's loss also accumulates in the discriminator."""
     assert (adversarial(alone=False) - adversarial(alone=True)).abs().max() < 1e-12
@@ -235,6 +239,7 @@ REFUSED = {
 }
 
 
+@check
 def losses_without_a_count_are_refused():
     """By the operation that computes them; so are unknown engines."""
     for pattern, options in REFUSED.items():
@@ -242,6 +247,7 @@ def losses_without_a_count_are_refused():
             train(**options)
 
 
+@check
 def a_backward_imported_before_the_block_is_refused():
     """A function that bypasses the averaging would leave the gradients of this rank, in silence."""
     run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -261,6 +267,7 @@ def a_backward_imported_before_the_block_is_refused():
                     optimizer.step()
 
 
+@check
 def masked_targets_count_nothing_although_the_divisor_is_clamped():
     """Rank 1 has no targets: it computes 0 / 1, and has no part in the mean, which is that of rank 0's batch alone."""
     found = []
@@ -290,6 +297,7 @@ def number_of_warnings(batches, *, loss):
     return len(messages)
 
 
+@check
 def unequal_counts_are_warned_about_once():
     """Between ranks; not between the backward passes of a step, nor of samples, for which tail="weighted" makes up."""
     for passes in (1, 3):
@@ -304,29 +312,10 @@ def unequal_counts_are_warned_about_once():
     assert number_of_warnings(([(x, None)] for (x,) in loader), loss=lambda y, _: y.square().mean()) == 0
 
 
-CHECKS = {
-    each.__name__: each
-    for each in (
-        training_equals_that_of_one_process,
-        two_models_that_take_turns_equal_one_process,
-        losses_without_a_count_are_refused,
-        a_backward_imported_before_the_block_is_refused,
-        masked_targets_count_nothing_although_the_divisor_is_clamped,
-        unequal_counts_are_warned_about_once,
-    )
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    """Return the outcomes of all checks by rank, in one launch."""
-    return distributed(processes=2)(lambda: outcomes_of(CHECKS)).all_ranks()
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_check_holds_on_all_ranks(name, outcomes):
+@pytest.mark.parametrize("name", check)
+def test_a_check_holds_on_all_ranks(name):
     """What the check's docstring says."""
-    assert [each[name] for each in outcomes] == [None, None], "\n".join(map(str, (each[name] for each in outcomes)))
+    check.assert_holds(name)
 
 
 def test_unknown_averages_are_refused():

@@ -5,29 +5,22 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import outcomes_of
+from ranks import Checks
 from torch import nn
 from zoo import ConvNet, Mlp
 
-from parallelize import ConfigError, all_reduce, distributed, no_sync, parallel_model, rank
+from parallelize import ConfigError, all_reduce, no_sync, parallel_model, rank
 
 pytestmark = [
     pytest.mark.filterwarnings("default:Full backward hook is firing"),
 ]  # shown by workers
 
 WORLD = 2
-CHECKS: dict[str, Callable[[], Any]] = {}
-
-
-def check(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Register what all ranks run; what it returns has to be equal on them."""
-    CHECKS[run.__name__] = run
-    return run
+check = Checks(processes=WORLD, timeout=60)
 
 
 def inputs(*, seed: int = 0) -> torch.Tensor:
@@ -155,19 +148,10 @@ def backward_decides_whether_gradients_are_averaged() -> None:
         assert not torch.allclose(local, averaged)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Any]]:
-    @distributed(processes=WORLD, timeout=60)
-    def run() -> dict[str, Any]:
-        return outcomes_of(CHECKS)
-
-    return run.all_ranks()
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_block_leaves_the_model_to_the_user(name: str, outcomes: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", check)
+def test_a_block_leaves_the_model_to_the_user(name: str) -> None:
     """A check holds on all ranks, and what it returns is equal on them."""
-    first, second = (each[name] for each in outcomes)
+    first, second = (each[name] for each in check.outcomes)
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     torch.testing.assert_close(second, first, rtol=0, atol=0)
