@@ -10,12 +10,14 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -27,6 +29,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
 __all__ = [
+    "TORCHRUN",
     "Checks",
     "as_rank",
     "free_port",
@@ -34,9 +37,15 @@ __all__ = [
     "outcomes_of",
     "outputs_of_ranks",
     "own_generators",
+    "running_pids",
     "values",
+    "wait_for",
     "without_leak_report",
 ]
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+"""Python's arguments before a script that two ranks of torchrun run."""
 
 
 def free_port() -> int:
@@ -67,6 +76,24 @@ def outputs_of_ranks(script: Path, *arguments: Any, world_size: int = 2, per_nod
             process.wait()
     assert [process.returncode for process in running] == [0] * world_size, "\n".join(outputs)
     return outputs
+
+
+def wait_for(fact: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait until a fact is true, or fail."""
+    end = time.monotonic() + timeout_s
+    while not fact():
+        assert time.monotonic() < end, f"not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+def running_pids(pids: Iterable[int]) -> list[int]:
+    """Return those that still run; a zombie process does not."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found
 
 
 @contextlib.contextmanager

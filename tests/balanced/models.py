@@ -118,6 +118,17 @@ class Experts(nn.Module):
         return self.outer(x + y)
 
 
+class Chain(nn.Module):
+    """Three layers; some tests use them in another forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
 class Reused(nn.Module):
     """One layer called several times, and a parameter of the model itself."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from balanced.models import assert_equal_gradients, loss_of, not_split_once, pipelined, rows, seeded
+from balanced.models import Chain, assert_equal_gradients, loss_of, not_split_once, pipelined, rows, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,15 +20,6 @@ from parallelize.runtime.loss_counts import loss_counts
 INPUTS = rows(8)
 X = INPUTS[0][0]
 X64 = X.double()  # where sums in another order would differ by more than the tolerance in fp32
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
 class Forces(Chain):

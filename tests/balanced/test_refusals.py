@@ -9,6 +9,7 @@ import pytest
 import torch
 from balanced.models import (
     CASES,
+    Chain,
     Gpt,
     batch_of,
     not_split_once,
@@ -27,12 +28,6 @@ from parallelize.runtime.containers import leaves
 INPUTS = batch_of(CASES["gpt, tied"])
 X = INPUTS[0][0]
 TWO = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
 
 
 def call(model: nn.Module, *args: Any, backend: BalancedBackend = TWO, **kwargs: Any) -> Any:

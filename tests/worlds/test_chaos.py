@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from worlds.two_hosts import Host, missing, two_hosts
+from ranks import running_pids, wait_for
+from worlds.two_hosts import Host, two_hosts
 
 from parallelize import load
 from parallelize.launchers.local.workers import STOP_GRACE_S
@@ -88,31 +89,15 @@ class Run:
 
     def assert_gone(self) -> None:
         """Wait until no process of the run is left."""
-        wait_for(lambda: not [each for each in self.family if _is_running(each)])
+        wait_for(lambda: not running_pids(each.pid for each in self.family), timeout_s=90)
 
     def link(self, state: str) -> None:
         host = self.hosts[0]
         subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, state], check=True)
 
 
-def _is_running(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def wait_for(fact: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not fact():
-        assert time.monotonic() < end, f"not within {timeout_s:g} s"
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[Host, Host]]:
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
     with two_hosts() as both:
         yield both
 
@@ -122,8 +107,8 @@ def training(hosts: tuple[Host, Host], folder: Path, **options: Any) -> Iterator
     """Start a run that trains forever, and wait for two checkpoints."""
     with _started(hosts, folder, options, last=10**9) as nodes:
         files = [folder / f"at.{rank}" for rank in range(2)]
-        wait_for(lambda: all(each.exists() for each in files))
-        wait_for(lambda: len(list((folder / "saved").glob("step-*.pt"))) >= 2)
+        wait_for(lambda: all(each.exists() for each in files), timeout_s=90)
+        wait_for(lambda: len(list((folder / "saved").glob("step-*.pt"))) >= 2, timeout_s=90)
         workers = [int(each.read_text().split()[0]) for each in files]
         family = [each for node in nodes for each in psutil.Process(node.pid).children(recursive=True)]
         try:

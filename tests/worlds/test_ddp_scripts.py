@@ -6,12 +6,12 @@ from collections.abc import Callable
 from subprocess import CompletedProcess
 
 import pytest
+from ranks import TORCHRUN
 
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., "CompletedProcess[str]"]
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 FUNCTION = """
 from datetime import timedelta
 import torch, torch.distributed as dist

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import TORCHRUN
 from torch import nn
 from tqdm import tqdm
 
@@ -197,9 +198,6 @@ def timeout_of_a_group() -> list[float]:
 def test_groups_of_the_user_have_the_timeout_of_the_run() -> None:
     """torch gives them its own default."""
     assert timeout_of_a_group() == [1234.0, 1234.0]
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def test_a_deadlock_under_torchrun_ends_the_program(

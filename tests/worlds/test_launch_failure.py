@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import TORCHRUN
 
 from parallelize import LaunchError, WorkerError, distributed, rank
 from parallelize.cluster.world import World
@@ -286,8 +287,7 @@ except ZeroDivisionError:
 
 def test_a_failed_rank_of_torchrun_does_not_wait_for_its_collectives(run_script: Callable[..., Any]) -> None:
     """Destroying a group waits for its pending collectives, and so for other ranks; an aborted one does not."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ended = run_script(PENDING, launcher=launcher, check=False)
+    ended = run_script(PENDING, launcher=TORCHRUN, check=False)
     assert ended.stdout == "initialized: False\n"
     assert "exitcode  : 3" in ended.stderr
 

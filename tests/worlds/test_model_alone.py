@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import TORCHRUN
 from torch import nn
 from zoo import Mlp
 
@@ -24,8 +24,13 @@ from parallelize.runtime import context
 
 pytestmark = pytest.mark.slow
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
 LEGACY = """
+import pathlib, random
 import torch
+import torch.distributed as dist
+from parallelize import parallel_model, rank
 
 def legacy_train(model, loader, optimizer):
     for x, y in loader:
@@ -34,33 +39,23 @@ def legacy_train(model, loader, optimizer):
         loss.backward()
         optimizer.step()
 
-from parallelize import parallel_model
-
-torch.manual_seed(0)
+torch.manual_seed(rank())
+random.seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]
+with parallel_model(model):
+    legacy_train(model, loader, optimizer)
+    drawn = random.random()
+assert not dist.is_initialized()
+pathlib.Path(f"weights{rank()}").write_text(str(model.weight.tolist()))
+pathlib.Path(f"drawn{rank()}").write_text(str(drawn))
 """
 
 
-def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
+def test_a_legacy_script_under_torchrun(run_script: Run, tmp_path: Path) -> None:
     """The processes form a group, gradients are averaged, random numbers differ, and the group is destroyed."""
-    script = tmp_path / "legacy.py"
-    script.write_text(
-        LEGACY
-        + "import random\n"
-        + "import torch.distributed as dist\n"
-        + "from parallelize import rank\n"
-        + "random.seed(0)\n"
-        + "torch.manual_seed(rank())\n"
-        + "loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]\n"
-        + "with parallel_model(model): legacy_train(model, loader, optimizer); drawn = random.random()\n"
-        + "assert not dist.is_initialized()\n"
-        + "open(f'weights{rank()}', 'w').write(str(model.weight.tolist()))\n"
-        + "open(f'drawn{rank()}', 'w').write(str(drawn))\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=240, capture_output=True)
+    run_script(LEGACY, launcher=TORCHRUN)
     assert (tmp_path / "weights0").read_text() == (tmp_path / "weights1").read_text()
     assert (tmp_path / "drawn0").read_text() != (tmp_path / "drawn1").read_text()
 
@@ -90,9 +85,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_process_group_without_a_launcher_is_a_world(
-    run_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_a_process_group_without_a_launcher_is_a_world(run_script: Run, tmp_path: Path) -> None:
     """Processes that the user spawns, which have no variables, are ranks of the group that they initialize."""
     run_script(SPAWNED, args=(str(tmp_path / "store"),))
 

@@ -12,15 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from ranks import free_port
-from worlds.two_hosts import Host, missing, two_hosts
+from ranks import free_port, running_pids, wait_for
+from worlds.two_hosts import Host, two_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -144,23 +143,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     for process in started.running:
         process.kill()
         process.communicate()
-
-
-def wait_for(fact: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not fact():
-        assert time.monotonic() < end, f"not within {timeout_s:g} s"
-        time.sleep(0.02)
-
-
-def running_pids(pids: Sequence[int]) -> list[int]:
-    """Return those that still run; a zombie process does not."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-    return found
 
 
 VALUE = [12.0, 0, 0, 0, 0]
@@ -339,9 +321,6 @@ def test_a_stopped_agent(nodes: Nodes, stopped: int, for_s: int, heartbeat_timeo
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[Host, Host]]:
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
     with two_hosts() as both:
         yield both
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from subprocess import CompletedProcess
 
 import pytest
+from ranks import TORCHRUN
 
 from parallelize import barrier, distributed, rank
 
@@ -49,8 +50,7 @@ def test_a_script_without_a_guard_trains_its_model(how: str, run_script: Run) ->
 
 def test_torchrun_starts_the_same_script(run_script: Run) -> None:
     """In torchrun's processes the call runs as their ranks, and every rank has the result."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    assert run_script(SCRIPT, launcher=torchrun).stdout.splitlines() == ["once True 2.0 -0.3"] * 2
+    assert run_script(SCRIPT, launcher=TORCHRUN).stdout.splitlines() == ["once True 2.0 -0.3"] * 2
 
 
 @pytest.mark.soak

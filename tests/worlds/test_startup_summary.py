@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import Self
 
 from parallelize import distributed, parallel_model, shard_loader
 from parallelize.runtime.startup_summary import size_text
@@ -17,58 +15,34 @@ from parallelize.runtime.startup_summary import size_text
 pytestmark = pytest.mark.slow
 
 
-class CapturedLog(logging.Handler):
-    """Keeps the package's startup summaries while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.addFilter(lambda record: "parameters" in record.getMessage())
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Self:
-        logging.getLogger("parallelize").addHandler(self)
-        logging.getLogger("parallelize").setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("parallelize").removeHandler(self)
-
-
-def train_in_two_blocks(**options: object) -> tuple[list[str], int]:
-    """Return the logged lines, and the bytes of this process's gradients."""
+def train_in_two_blocks() -> int:
+    """Return the bytes of this process's gradients."""
     model = nn.Sequential(nn.Linear(64, 301), nn.Linear(301, 10))
     model[0].bias.requires_grad_(requires_grad=False)
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=16)
     gradients = 0
-    with CapturedLog() as log:
-        for _ in range(2):
-            with parallel_model(model, **options):
-                with torch.no_grad():
-                    model(torch.zeros(1, 64))  # an evaluation logs no summary
-                for (x,) in shard_loader(loader):
-                    model(x).sum().backward()
-                    gradients = sum(local_bytes(each.grad) for each in model.parameters() if each.grad is not None)
-                    optimizer.step()
-                    optimizer.zero_grad()
-    return log.lines, gradients
+    for _ in range(2):
+        with parallel_model(model):
+            with torch.no_grad():
+                model(torch.zeros(1, 64))  # an evaluation logs no summary
+            for (x,) in shard_loader(loader):
+                model(x).sum().backward()
+                gradients = sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+                optimizer.step()
+                optimizer.zero_grad()
+    return gradients
 
 
-def local_bytes(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor).nbytes
-
-
-def test_the_line_agrees_with_the_measured_sizes() -> None:
+def test_the_line_agrees_with_the_measured_sizes(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged once in a run, on rank 0, before the first step."""
-    (lines, gradients), (other_lines, _) = distributed(processes=2)(train_in_two_blocks).all_ranks()
+    caplog.set_level("INFO", logger="parallelize")
+    gradients = distributed(processes=2, logs="all")(train_in_two_blocks)()
     text = (
         "Sequential: 22,585 parameters, 22,284 of them trained; 2 processes on 2 cpu device(s); "
         f"batches: 16 x 2 processes = 32 global; {size_text(gradients)} of gradients averaged a step; fp32"
     )
-    assert (lines, other_lines) == ([text], [])
+    assert [each for each in caplog.messages if "parameters" in each] == [text]
 
 
 @pytest.mark.parametrize("level_set", ["INFO", "inside", ""])

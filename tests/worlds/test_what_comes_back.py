@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import TORCHRUN
 from torch import nn
 from worlds import legacy_state, legacy_training
 from worlds.legacy_training import Rebuilt, Trainer, loop, sgd
@@ -131,20 +130,9 @@ for fit in (Trainer.fit_ddp, Trainer.fit_fsdp):
 
 
 @pytest.mark.slow
-def test_a_joined_call_trains_the_callers_own_objects(tmp_path: Path) -> None:
+def test_a_joined_call_trains_the_callers_own_objects(run_script: Callable[..., Any]) -> None:
     """Under torchrun the function runs in the caller itself: full weights and optimizer states on every rank."""
-    (tmp_path / "script.py").write_text(JOINED)
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(
-        [*command, tests],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_script(JOINED, launcher=TORCHRUN, args=(str(Path(__file__).parents[1]),), env={"OMP_NUM_THREADS": "1"})
     ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert sorted(each[0] for each in ranks) == ["fit_ddp"] * 2 + ["fit_fsdp"] * 2, done.stderr
     for name in ("fit_ddp", "fit_fsdp"):

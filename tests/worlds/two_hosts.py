@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Host", "missing", "two_hosts"]
+import pytest
+
+__all__ = ["Host", "two_hosts"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Host:
         return [*enter, "sh", "-c", inside, "sh", *command]
 
 
-def missing() -> str | None:
+def _missing() -> str | None:
     """Return what this machine lacks to create hosts; None: nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux to make network namespaces"
@@ -46,7 +48,9 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Create two hosts that reach each other and nothing else; remove them at the end."""
+    """Create two hosts that reach each other and nothing else, or skip the test; remove them at the end."""
+    if reason := _missing():
+        pytest.skip(reason)
     tag = f"plz{os.getpid() % 100000}"
     hosts = tuple(Host(f"{tag}-{n}", f"node-{n}", f"10.78.0.1{n}", f"e{n}") for n in (1, 2))
     first, second = hosts
