@@ -27,7 +27,6 @@ __all__ = [
     "environment_access",
     "exports",
     "files_at_top",
-    "global_statements",
     "names_of_files",
     "plugin_imports",
     "public_names",
@@ -423,16 +422,6 @@ def environment_access(sources: Sources, allowed: Mapping[str, str] = ENVIRONMEN
     found = [f"{module} uses the environment" for module in sorted(touching - allowed.keys())]
     idle = sorted(allowed.keys() - touching)
     return found + [f"{module} is in ENVIRONMENT and does not use it" for module in idle]
-
-
-def global_statements(sources: Sources) -> list[str]:
-    """Every `global` statement."""
-    return [
-        f"{path}:{node.lineno} global {', '.join(node.names)}"
-        for path, text in sources.items()
-        for node in ast.walk(_parse(text))
-        if isinstance(node, ast.Global)
-    ]
 
 
 def aimless_ignores(sources: Sources) -> list[str]:

@@ -77,6 +77,28 @@ def structure_of(model: nn.Module) -> Any:
     ]
 
 
+@pytest.mark.parametrize("is_method", [False, True], ids=["forward", "method"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_step_is_that_of_one_process_on_the_full_batch(name: str, is_method: bool) -> None:
+    """The gradients of all ranks are averaged, also of a method in methods=; tests/one_word has whole programs."""
+
+    def step(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        (model.loss(x) if is_method else ZOO["mlp"].loss(model(x))).backward()
+        optimizer.step()
+        return dict(model.state_dict())
+
+    def step_in_a_block(backend: Backend) -> dict[str, torch.Tensor]:
+        model, x = seeded(Mlp), torch.randn(8, 6)
+        with parallel_model(model, backend=backend, methods=["loss"]):
+            step(model, x.chunk(dist.get_world_size())[rank()])
+        return dict(model.state_dict())
+
+    expected = step(seeded(Mlp), torch.randn(8, 6))
+    for weights in in_world(name)(step_in_a_block):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
 def the_block_restores_the_model(backend: Backend) -> None:
     """Classes, attributes, hooks and Parameter objects are the same after the block as before it."""
     for kind, methods in (("transformer", ()), ("mlp", "loss")):

@@ -55,18 +55,8 @@ def test_containers_and_objects_arrive():
     assert batch["x"][1] == "text"
 
 
-def test_a_step_reads_no_batch_before_its_copy():
-    """While the host runs ahead of a busy device, the sums are those of the right batches."""
-    sums = []
-    for batch in shard_loader(loader(20, 16 * MEGABYTE)):
-        busy(2)
-        sums.append(batch.sum())
-    size = 16 * MEGABYTE // 4
-    assert [each.item() / size for each in sums] == list(map(float, range(20)))
-
-
 def test_memory_is_not_reused_before_it_was_read():
-    """Each batch is filled with NaN after its use: neither later batches nor earlier reads see it."""
+    """Nor before its copy: each batch is filled with NaN after its use, which no other batch and no sum sees."""
     sums = []
     for batch in shard_loader(loader(20, 16 * MEGABYTE)):
         busy(2)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -57,6 +55,8 @@ def test_equal_steps_are_the_same_training(options: dict[str, str]) -> None:
     before = [each.clone() for each in model.parameters()]
     comparison = train.options(**options).compare(99, "", model)
     assert comparison.is_same, str(comparison)
+    assert str(comparison).splitlines()[0].split() == ["step", "alone", "together", "largest", "differences"]
+    assert "\nThe same training: fp32 explains differences of gradients up to " in str(comparison)
     assert len(comparison.steps) == 5  # 40 samples by 2 processes, 4 each
     assert max(step.weight_difference for step in comparison.steps) < 1e-5  # also with amp: both runs are in fp32
     assert (comparison.amp_difference is not None) == ("amp" in options)
@@ -124,33 +124,3 @@ def test_runs_that_cannot_be_compared() -> None:
         train_other.compare(2, "alone")
     if hasattr(caught.value, "__notes__"):
         assert any("rank 0 of 1" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.slow
-def test_a_script_compares_its_own_function(run_script: Callable[..., CompletedProcess[str]]) -> None:
-    """A function of a script's `__main__`, with its globals, is compared, and the report is a table."""
-    script = """
-        import pickle
-        import torch
-        from torch.utils.data import DataLoader
-        from parallelize import distributed, parallel_model, shard_loader
-
-        def scaled(x):
-            return 2 * x
-
-        @distributed(processes=2)
-        def train(data, width):
-            pickle.dumps(scaled)  # finds it in the worker's __main__
-            model = torch.nn.Linear(1, width)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with parallel_model(model):
-                for x in shard_loader(DataLoader(data, batch_size=2)):
-                    scaled(model(x)).pow(2).mean().backward()
-                    optimizer.step()
-
-        print(train.compare(1, torch.arange(8.0).view(8, 1), width=3))
-    """
-    lines = run_script(script).stdout.splitlines()
-    assert lines[0].split() == ["step", "alone", "together", "largest", "differences"]
-    assert lines[1].split()[0] == "1"
-    assert lines[2:] == ["The same training: fp32 explains differences of gradients up to 3.5e-04."]

@@ -7,10 +7,13 @@ import itertools
 
 import pytest
 import torch
+from ranks import Checks
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
 from parallelize import SyncError, distributed, parallel_model, rank, shard_loader
+
+check = Checks(processes=2, timeout=20)
 
 
 def data(length):
@@ -174,16 +177,12 @@ def test_a_value_of_half_of_the_samples_is_named():
     assert len({*evaluate.all_ranks("half")}) == 2
 
 
-def test_results_of_an_unfinished_loop_are_gathered():
+@check
+def results_of_an_unfinished_loop_are_gathered():
     """Also if the last iterated batch is the last one on some processes only."""
-
-    @distributed(processes=2, timeout=20)
-    def evaluate():
-        loader = shard_loader(DataLoader(TensorDataset(torch.arange(9)), batch_size=2), tail="exact")
-        seen = [x for _, (x,) in zip(range(2), loader)]  # noqa: B905 - the shorter ends
-        return len(loader), loader.gather(torch.cat(seen)).tolist()
-
-    assert evaluate.all_ranks() == [(3, list(range(8))), (2, list(range(8)))]
+    loader = shard_loader(DataLoader(TensorDataset(torch.arange(9)), batch_size=2), tail="exact")
+    seen = [x for _, (x,) in zip(range(2), loader)]  # noqa: B905 - the shorter ends
+    assert (len(loader), loader.gather(torch.cat(seen)).tolist()) == (3 - rank(), list(range(8)))
 
 
 @pytest.mark.parametrize("difference", ["epoch", "sampler"])
@@ -237,53 +236,46 @@ def test_loaders_that_differ_between_processes_are_refused_at_the_first_step(dif
     assert "set_epoch() calls on all processes" in caught.value.faults[0].fix
 
 
-def test_loaders_that_one_process_iterates_alone_are_not_compared():
+@check
+def loaders_that_one_process_iterates_alone_are_not_compared():
     """Rank 0 iterates another loader before the first step, and ranks evaluate between epochs."""
-
-    @distributed(processes=2, timeout=20)
-    def train():
-        net = model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        loader, validation = DataLoader(data(9), batch_size=2, shuffle=True), DataLoader(data(5), batch_size=2)
-        steps = 0
-        with parallel_model(net):
-            for _ in range(2):
-                for step, (x, y) in enumerate(shard_loader(loader)):
-                    if rank() == 0 and step == 0:
-                        next(iter(shard_loader(DataLoader(data(3)))))
-                    optimizer.zero_grad()
-                    loss_of(net, x, y).backward()
-                    optimizer.step()
-                    steps += 1
-                with torch.no_grad():
-                    for x, y in shard_loader(validation, tail="exact"):
-                        loss_of(net, x, y)
-                    left_early = shard_loader(DataLoader(data(5)), tail="exact")
-                    for x, y in left_early:
-                        loss_of(net, x, y)
-                        break
-        return steps
-
-    assert train.all_ranks() == [6, 6]
-
-
-def test_two_loaders_in_one_line_are_not_compared_with_each_other():
-    """Two different loaders, made and iterated in one line, are no difference between the processes."""
-
-    @distributed(processes=2, timeout=20)
-    def train():
-        net, steps = model(), 0
-        labelled, unlabelled = DataLoader(data(9), batch_size=2), DataLoader(data(13), batch_size=2, shuffle=True)
-        with parallel_model(net):
-            for (x, y), (u, _) in zip(shard_loader(labelled), shard_loader(unlabelled)):  # noqa: B905 - the shorter ends
-                (loss_of(net, x, y) + net(u.double()).mean()).backward()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader, validation = DataLoader(data(9), batch_size=2, shuffle=True), DataLoader(data(5), batch_size=2)
+    steps = 0
+    with parallel_model(net):
+        for _ in range(2):
+            for step, (x, y) in enumerate(shard_loader(loader)):
+                if rank() == 0 and step == 0:
+                    next(iter(shard_loader(DataLoader(data(3)))))
+                optimizer.zero_grad()
+                loss_of(net, x, y).backward()
+                optimizer.step()
                 steps += 1
-        return steps
+            with torch.no_grad():
+                for x, y in shard_loader(validation, tail="exact"):
+                    loss_of(net, x, y)
+                left_early = shard_loader(DataLoader(data(5)), tail="exact")
+                for x, y in left_early:
+                    loss_of(net, x, y)
+                    break
+    assert steps == 6
 
-    assert train.all_ranks() == [3, 3]
+
+@check
+def two_loaders_in_one_line_are_not_compared_with_each_other():
+    """Two different loaders, made and iterated in one line, are no difference between the processes."""
+    net, steps = model(), 0
+    labelled, unlabelled = DataLoader(data(9), batch_size=2), DataLoader(data(13), batch_size=2, shuffle=True)
+    with parallel_model(net):
+        for (x, y), (u, _) in zip(shard_loader(labelled), shard_loader(unlabelled)):  # noqa: B905 - the shorter ends
+            (loss_of(net, x, y) + net(u.double()).mean()).backward()
+            steps += 1
+    assert steps == 3
 
 
-def test_a_batch_keeps_its_weight_after_a_loop_over_another_loader():
+@check
+def a_batch_keeps_its_weight_after_a_loop_over_another_loader():
     """The last batch of the outer loop, of unequal sizes, is weighted before and after the inner loop."""
 
     def train(loader, inner, block):
@@ -302,10 +294,13 @@ def test_a_batch_keeps_its_weight_after_a_loop_over_another_loader():
     generator = torch.Generator().manual_seed(0)
     first, second = (TensorDataset(torch.randn(n, 3, generator=generator).double()) for n in (13, 11))
 
-    @distributed(processes=2)
-    def run():
-        loaders = [shard_loader(DataLoader(each, batch_size=4), tail="weighted") for each in (first, second)]
-        return train(*loaders, parallel_model)
-
+    loaders = [shard_loader(DataLoader(each, batch_size=4), tail="weighted") for each in (first, second)]
+    found = train(*loaders, parallel_model)
     loaders = [DataLoader(each, batch_size=8) for each in (first, second)]
-    torch.testing.assert_close(run(), train(*loaders, contextlib.nullcontext))
+    torch.testing.assert_close(found, train(*loaders, contextlib.nullcontext))
+
+
+@pytest.mark.parametrize("name", check)
+def test_a_check_holds_on_all_ranks(name):
+    """What the check's docstring says."""
+    check.assert_holds(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import re
 import shutil
 import socket
@@ -390,24 +389,6 @@ def test_calls_while_their_module_is_imported(tmp_path: Path, run_script: Run) -
     assert not list(tmp_path.glob("trained.*"))
     run_script("import experiment; assert type(experiment.found) is experiment.Part")
     assert sorted(path.name for path in tmp_path.glob("trained.*")) == ["trained.0", "trained.1"]
-
-
-def test_the_callers_main_module_is_unchanged() -> None:
-    """A call changes neither __main__ nor the default start method of the calling process."""
-
-    def state() -> tuple[object, ...]:
-        main = sys.modules["__main__"]
-        return getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True)
-
-    before = state()
-    add(1)
-    assert state() == before
-
-
-def test_importing_the_package_does_not_import_tqdm() -> None:
-    """tqdm.auto warns when it is imported in a notebook without ipywidgets, so it is imported on first use."""
-    code = "import sys, parallelize; sys.exit('tqdm.auto' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 FORKED = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TORCHRUN
+from ranks import TORCHRUN, Checks
 from torch import nn
 from zoo import Mlp
 
@@ -131,23 +132,6 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run.config.backend.name == "dp"
 
 
-def test_a_block_has_its_own_options_inside_a_run() -> None:
-    """Options of the computation may differ between blocks; the number of processes may not."""
-
-    @distributed(processes=2)
-    def train() -> None:
-        for backend, is_rounded in ((DDPBackend(comm_hook="bf16"), True), (None, False)):
-            model = Mlp()
-            with parallel_model(model, backend=backend):
-                model(torch.linspace(0, 1, 12).view(2, 6)).square().mean().backward()
-            gradient = model.head.weight.grad
-            assert torch.equal(gradient, gradient.bfloat16().float()) == is_rounded
-        with pytest.raises(ConfigError, match=r"3 asked for, 2 started"), parallel_model(model, processes=3):
-            pass
-
-    train()
-
-
 def test_wrap_returns_the_users_own_ddp() -> None:
     """wrap= gets the module and the World; a path around the forward of its DDP is told at the end of the block."""
 
@@ -196,53 +180,72 @@ def test_wrap_returns_any_module() -> None:
     assert train() == ["forward"]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_buffers_that_cannot_be_broadcast_are_refused(backend: str) -> None:
-    """Sparse tensors, dtypes that gloo does not support, conjugate and expanded views are refused at the entry."""
+@pytest.mark.parametrize("hook", ["fp8", (None, print)])
+def test_an_unknown_comm_hook_is_refused(hook: Any) -> None:
+    """The options are checked when the backend is constructed."""
+    with pytest.raises(ConfigError, match=r"(?s)comm_hook=.*powerSGD_hook.*wrap="):
+        DDPBackend(comm_hook=hook)
 
-    @distributed(processes=2, backend=backend)
-    def train() -> None:
-        buffers = {
-            "is torch.sparse_coo.*to_dense": torch.eye(4).to_sparse(),
-            "is torch.sparse_csr": torch.eye(4).to_sparse_csr(),
-            "is torch.int16.*use int32": torch.zeros(4, dtype=torch.int16),
-            "is torch.float8_e5m2": torch.zeros(4).to(torch.float8_e5m2),
-            "is a conjugate.*resolve_conj": torch.zeros(4, dtype=torch.complex64).conj(),
-            "is expanded.*contiguous": torch.zeros(1).expand(4),
-            "is a view with gaps.*contiguous": torch.zeros(4, 8)[:, ::2],
-        }
-        for message, buffer in buffers.items():
-            model = nn.Linear(6, 1)
-            model.register_buffer("table", buffer)
-            is_accepted = backend == "fsdp" and "expanded" in message
-            refused = pytest.raises(ConfigError, match=f"(?s)table of Linear {message}")
-            with contextlib.nullcontext() if is_accepted else refused, parallel_model(model):
-                pass
-        model.register_buffer("table", torch.ones(4, 2, dtype=torch.bool).T)
-        with parallel_model(model):
+
+check = Checks(processes=2)
+
+
+@check
+def a_block_has_its_own_options_inside_a_run() -> None:
+    """Options of the computation may differ between blocks; the number of processes may not."""
+    for backend, is_rounded in ((DDPBackend(comm_hook="bf16"), True), (None, False)):
+        model = Mlp()
+        with parallel_model(model, backend=backend):
+            model(torch.linspace(0, 1, 12).view(2, 6)).square().mean().backward()
+        gradient = model.head.weight.grad
+        assert torch.equal(gradient, gradient.bfloat16().float()) == is_rounded
+    with pytest.raises(ConfigError, match=r"3 asked for, 2 started"), parallel_model(model, processes=3):
+        pass
+
+
+@check
+def buffers_that_cannot_be_broadcast_are_refused() -> None:
+    """Sparse tensors, dtypes that gloo does not support, conjugate and expanded views are refused at the entry."""
+    buffers = {
+        "is torch.sparse_coo.*to_dense": torch.eye(4).to_sparse(),
+        "is torch.sparse_csr": torch.eye(4).to_sparse_csr(),
+        "is torch.int16.*use int32": torch.zeros(4, dtype=torch.int16),
+        "is torch.float8_e5m2": torch.zeros(4).to(torch.float8_e5m2),
+        "is a conjugate.*resolve_conj": torch.zeros(4, dtype=torch.complex64).conj(),
+        "is expanded.*contiguous": torch.zeros(1).expand(4),
+        "is a view with gaps.*contiguous": torch.zeros(4, 8)[:, ::2],
+    }
+    for backend, (message, buffer) in itertools.product(("ddp", "fsdp"), buffers.items()):
+        model = nn.Linear(6, 1)
+        model.register_buffer("table", buffer)
+        is_accepted = backend == "fsdp" and "expanded" in message
+        refused = pytest.raises(ConfigError, match=f"(?s)table of Linear {message}")
+        with contextlib.nullcontext() if is_accepted else refused, parallel_model(model, backend=backend):
+            pass
+    model.register_buffer("table", torch.ones(4, 2, dtype=torch.bool).T)
+    for backend in ("ddp", "fsdp"):
+        with parallel_model(model, backend=backend):
             pass
 
-    train()
+
+class Phases(nn.Module):
+    """Has complex gradients, and sparse ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.table(x) * self.phase).abs()
 
 
-@pytest.mark.parametrize("hook", ["fp16", "bf16"])
-def test_compression_leaves_complex_and_sparse_gradients_as_they_are(hook: Any) -> None:
+@check
+def compression_leaves_complex_and_sparse_gradients_as_they_are() -> None:
     """They are averaged in their own dtype and layout."""
-
-    class Phases(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(4, 2, sparse=True)
-            self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.table(x) * self.phase).abs()
-
-    @distributed(processes=2, backend=DDPBackend(comm_hook=hook))
-    def train() -> None:
+    for hook in ("fp16", "bf16"):
         model = Phases()
-        with parallel_model(model):
+        with parallel_model(model, backend=DDPBackend(comm_hook=hook)):
             model(torch.tensor([rank()])).sum().backward()
         plain = copy.deepcopy(model)
         plain.zero_grad()
@@ -251,37 +254,32 @@ def test_compression_leaves_complex_and_sparse_gradients_as_they_are(hook: Any) 
         assert model.table.weight.grad.is_sparse
         torch.testing.assert_close(model.table.weight.grad.to_dense(), plain.table.weight.grad.to_dense())
 
-    train()
 
-
-@pytest.mark.parametrize("hook", ["fp8", (None, print)])
-def test_an_unknown_comm_hook_is_refused(hook: Any) -> None:
-    """The options are checked when the backend is constructed."""
-    with pytest.raises(ConfigError, match=r"(?s)comm_hook=.*powerSGD_hook.*wrap="):
-        DDPBackend(comm_hook=hook)
-
-
-def test_the_engine_is_freed_with_the_block() -> None:
+@check
+def the_engine_is_freed_with_the_block() -> None:
     """Communication buffers are freed without the garbage collector."""
 
     def alive() -> int:
         return sum(type(each) is torch.Tensor for each in gc.get_objects())
 
-    @distributed(processes=2)
-    def train() -> None:
-        for is_warm in (False, True):  # the first time, flags are cached
-            model = Mlp()
-            gc.collect()
-            gc.disable()
-            before = alive()
-            with parallel_model(model):
-                model(torch.ones(2, 6)).mean().backward()
-            model.zero_grad()
-            end_s = time.monotonic() + 20.0
-            while is_warm and alive() > before and time.monotonic() < end_s:
-                time.sleep(0.05)  # hang detection is looking at a frame
-            after = alive()
-            gc.enable()
-        assert after <= before
+    for is_warm in (False, True):  # the first time, flags are cached
+        model = Mlp()
+        gc.collect()
+        gc.disable()
+        before = alive()
+        with parallel_model(model):
+            model(torch.ones(2, 6)).mean().backward()
+        model.zero_grad()
+        end_s = time.monotonic() + 20.0
+        while is_warm and alive() > before and time.monotonic() < end_s:
+            time.sleep(0.05)  # hang detection is looking at a frame
+        after = alive()
+        gc.enable()
+    assert after <= before
 
-    train()
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("name", check)
+def test_a_check_holds_on_all_ranks(name: str) -> None:
+    """What the check's docstring says."""
+    check.assert_holds(name)
