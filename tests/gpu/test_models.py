@@ -16,6 +16,7 @@ from zoo import ZOO, Mlp
 from parallelize import (
     DDP2Backend,
     DDPBackend,
+    DPBackend,
     FSDPBackend,
     device,
     distributed,
@@ -86,12 +87,7 @@ def test_two_ranks_train_what_one_trains(backend: Backend, animal: str) -> None:
         model = seeded(ZOO[animal].make)
         with parallel_model(model):
             assert next(model.parameters()).is_cuda
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-            for step in range(3):
-                optimizer.zero_grad()
-                # Inputs on the CPU: the block moves them to the device.
-                ZOO[animal].loss(model(*batch_chunk(animal, step=step, chunks=2, index=rank()))).backward()
-                optimizer.step()
+            train(model, animal, chunks=2, index=rank(), on="cpu")  # the block moves the inputs to the device
         return {name: value.cpu() for name, value in model.state_dict().items()}
 
     for weights in run.all_ranks():
@@ -101,8 +97,6 @@ def test_two_ranks_train_what_one_trains(backend: Backend, animal: str) -> None:
 @pytest.mark.parametrize("animal", [name for name in ZOO if ZOO[name].is_exact])
 def test_dp_trains_what_one_device_trains(animal: str) -> None:
     """DataParallel over [0, 0] trains the weights of one device, with outputs in any container."""
-    from parallelize import DPBackend
-
     model = seeded(ZOO[animal].make)
     with twice_in_one_process(DPBackend(), world=World()), parallel_model(model):
         weights = train(model, animal, chunks=1, index=0)
@@ -111,7 +105,6 @@ def test_dp_trains_what_one_device_trains(animal: str) -> None:
 
 def test_dp_splits_a_batch_evenly() -> None:
     """A batch of 32 is 16 on each device; one smaller than the number of devices runs on as many as it has samples."""
-    from parallelize import DPBackend
 
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -11,11 +11,6 @@ from pathlib import Path
 import psutil
 
 from parallelize import barrier, distributed
-from parallelize.call.task import Task
-from parallelize.cluster.devices import Hardware
-from parallelize.config.config import Config
-from parallelize.config.layout import compute_layout
-from parallelize.launchers.slurm.step import write_call
 
 
 def listening() -> list[str]:
@@ -64,14 +59,3 @@ def test_the_files_of_a_run_are_private(monkeypatch, tmp_path):
     assert found
     assert [each for each in found if each[1] != "0o700"] == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_folder_of_a_job_is_private(tmp_path):
-    """With any umask, other users can neither read nor change the calls that a job unpickles."""
-    task = Task(len, ([],), {}, compute_layout(Config.parse(processes=2), Hardware()))
-    before = os.umask(0)
-    try:
-        write_call(task, tmp_path / "job")
-    finally:
-        os.umask(before)
-    assert oct((tmp_path / "job").stat().st_mode & 0o777) == "0o700"
