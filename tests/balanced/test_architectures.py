@@ -17,8 +17,8 @@ pytestmark = pytest.mark.soak
 N = 8  # samples
 
 
-def _tokens(length: int = 8) -> Tensor:
-    return torch.randint(1, 40, (N, length))
+def _tokens() -> Tensor:
+    return torch.randint(1, 40, (N, 8))
 
 
 def _labelled() -> dict[str, Any]:

@@ -18,11 +18,11 @@ INPUTS: tuple[Any, dict[str, Any]] = ((torch.randn(8, 8, dtype=torch.double),), 
 class Chain(nn.Module):
     """Four blocks with dropout; each subclass checkpoints them differently."""
 
-    def __init__(self, dropout: float = 0.4) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+            *(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.4), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
         )
         self.head = nn.Linear(8, 3)
         self.double()

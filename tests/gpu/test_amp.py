@@ -50,11 +50,11 @@ class Transformer(nn.Module):
 NETS = {"conv": (ConvNet, (3, 8, 8)), "transformer": (Transformer, (6, 4, 6))}
 
 
-def batches(shape, device="cuda"):
+def batches(shape):
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         x = torch.randn(16, *shape, generator=generator)
-        yield x.to(device), torch.randint(0, 5, (16,), generator=generator).to(device)
+        yield x.cuda(), torch.randint(0, 5, (16,), generator=generator).cuda()
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,9 @@ from parallelize import FSDPBackend, distributed, parallel_model, shard_loader
 pytestmark = pytest.mark.gpu
 
 
-def seeded(width: int = 16) -> nn.Module:
+def seeded() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def batches(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -18,14 +18,13 @@ X, Y = torch.linspace(-1, 1, 16).view(8, 2), torch.ones(8, 1)
 run = distributed(processes=2)
 
 
-def loop(model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 1) -> torch.Tensor:
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Train, and return the first parameter."""
     with parallel_model(model):
-        for _ in range(epochs):
-            for x, y in shard_loader(DataLoader(TensorDataset(X, Y), batch_size=4 // world_size())):
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
+        for x, y in shard_loader(DataLoader(TensorDataset(X, Y), batch_size=4 // world_size())):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
     return next(model.parameters()).detach().clone()
 
 

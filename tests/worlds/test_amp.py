@@ -36,12 +36,12 @@ def batch(step: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
 
 
-def fit(model, optimizer, *, call=None):
+def fit(model, optimizer):
     """Train an unchanged loop; return the losses."""
     losses = []
     for step in range(STEPS):
         x, y = batch(step, rank())
-        loss = F.cross_entropy((call or model)(x), y)
+        loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
