@@ -77,26 +77,21 @@ def structure_of(model: nn.Module) -> Any:
     ]
 
 
-@pytest.mark.parametrize("is_method", [False, True], ids=["forward", "method"])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_step_is_that_of_one_process_on_the_full_batch(name: str, is_method: bool) -> None:
+def a_step_is_that_of_one_process_on_the_full_batch(backend: Backend) -> None:
     """The gradients of all ranks are averaged, also of a method in methods=; tests/one_word has whole programs."""
 
-    def step(model: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def step(model: Any, x: torch.Tensor, *, is_method: bool) -> dict[str, torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
         (model.loss(x) if is_method else ZOO["mlp"].loss(model(x))).backward()
         optimizer.step()
         return dict(model.state_dict())
 
-    def step_in_a_block(backend: Backend) -> dict[str, torch.Tensor]:
+    for is_method in (False, True):
+        expected = step(seeded(Mlp), torch.randn(8, 6), is_method=is_method)
         model, x = seeded(Mlp), torch.randn(8, 6)
         with parallel_model(model, backend=backend, methods=["loss"]):
-            step(model, x.chunk(dist.get_world_size())[rank()])
-        return dict(model.state_dict())
-
-    expected = step(seeded(Mlp), torch.randn(8, 6))
-    for weights in in_world(name)(step_in_a_block):
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+            step(model, x.chunk(dist.get_world_size())[rank()], is_method=is_method)
+        torch.testing.assert_close(dict(model.state_dict()), expected, rtol=1e-5, atol=1e-6)
 
 
 def the_block_restores_the_model(backend: Backend) -> None:
@@ -140,7 +135,12 @@ def state_dicts_have_the_models_keys(backend: Backend) -> None:
         assert torch.equal(model.state_dict()[key], value + 1), key
 
 
-CHECKS = [the_block_restores_the_model, copies_are_plain_models, state_dicts_have_the_models_keys]
+CHECKS = [
+    a_step_is_that_of_one_process_on_the_full_batch,
+    the_block_restores_the_model,
+    copies_are_plain_models,
+    state_dicts_have_the_models_keys,
+]
 
 
 @functools.cache
@@ -153,8 +153,8 @@ def outcomes(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_the_model_remains_the_users(name: str, check: Callable[[Backend], None]) -> None:
-    """A check holds on all ranks."""
+def test_a_check_holds_on_all_ranks(name: str, check: Callable[[Backend], None]) -> None:
+    """What the check's docstring says."""
     for each in outcomes(name):
         assert each[check.__name__] is None, each[check.__name__]
 
