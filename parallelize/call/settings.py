@@ -116,7 +116,8 @@ def _set_filters(filters: list[tuple[Any, ...]]) -> None:
 
 
 def _seed_torch(state: tuple[int, Any]) -> None:
-    torch.manual_seed(state[0])  # accelerators' generators, too
+    if torch.accelerator.current_accelerator() is not None:
+        torch.manual_seed(state[0])  # its generators, too; for a lazy import of CUDA, it formats the stack: 4 ms
     torch.set_rng_state(torch.from_numpy(state[1].copy()))
 
 
