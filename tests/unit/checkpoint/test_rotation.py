@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import pathlib
 import sys
+import threading
 
 import pytest
 import torch
@@ -211,6 +213,18 @@ def test_the_background_writes_the_same_files(tmp_path):
             written = (tmp_path / folder / "step-000000001.pt").read_bytes()
             (tmp_path / f"{folder}.pt").write_bytes(written)
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+def test_steps_do_not_wait_for_the_background(tmp_path, monkeypatch):
+    """Only the next save waits for a file that is still being written."""
+    disk = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: disk.wait(60.0))
+    with checkpoints(tmp_path, every=2, in_background=True, model=nn.Linear(1, 1)) as saved:
+        for _ in range(3):
+            saved.step()
+        assert not (tmp_path / "step-000000002.pt").exists()
+        disk.set()
+    assert names_in(tmp_path) == ["step-000000002.pt", "step-000000003.pt"]
 
 
 def test_the_background_writes_a_snapshot(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import random
 import time
 import weakref
@@ -154,6 +155,8 @@ def test_persistent_workers_serve_one_iterator():
         sharded.set_epoch(0)
         assert [batch.tolist() for batch in sharded][:2] == first
         assert not list(left)
+        assert len(multiprocessing.active_children()) == 1
+    assert not multiprocessing.active_children()  # with the block, and not when `sharded` is collected
     sharded = shard_loader(loader_of(16, batch_size=2))
     assert [one.tolist() == other.tolist() for one, other in zip(sharded, sharded, strict=True)] == [True] * 8
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 
 from parallelize.cluster.devices import Hardware
@@ -54,3 +57,20 @@ def test_variables_of_the_user_stay() -> None:
     before = {"COLUMNS": "50", "HOME": "/home/me"}
     environ = worker_environ(before, on_cpu(2), cores=2)
     assert {name: environ[name] for name in before} == before
+
+
+class Terminal(io.StringIO):
+    """A stream of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "width"), [(Terminal(), "77"), (io.StringIO(), None), (None, None)])
+def test_progress_bars_have_the_width_of_the_callers_terminal(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None, width: str | None
+) -> None:
+    """Workers, which write to files, see no terminal; without one, there is no width."""
+    monkeypatch.setenv("COLUMNS", "77")  # what shutil.get_terminal_size() returns
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert worker_environ({}, on_cpu(2), cores=2).get("COLUMNS") == width
