@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from balanced.models import Gpt, loss_of, seeded
 from ranks import outputs_of_ranks
@@ -58,6 +59,7 @@ def run_nodes(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{node}.pt") for node in range(2)]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_one_model(tmp_path: Path) -> None:
     """Accumulated under no_sync and averaged over two pipelines, gradients equal one process's; all use one plan."""
     ranks = run_nodes(tmp_path)

@@ -38,6 +38,7 @@ def train(model: nn.Module, x: torch.Tensor) -> tuple[int, str, str]:
     return rank(), os.environ["SSH_CONNECTION"].split()[2], os.environ["ANSWER"]
 
 
+@pytest.mark.slow
 def test_a_call_runs_on_both_hosts_as_in_one_process(hosts: Hosts, capfd: pytest.CaptureFixture[str]) -> None:
     """Weights come back in place, values of all ranks and the output to the caller; env= reaches the ranks."""
     torch.manual_seed(0)

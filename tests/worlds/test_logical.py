@@ -183,6 +183,7 @@ def steps_in(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("step")]
 
 
+@pytest.mark.slow
 def test_a_step_of_a_run_is_replayed_in_one_process(tmp_path: Path) -> None:
     """`parallelize replay` computes the bits of the run's step, and saves nothing."""
     lines, replay = run_and_replay(tmp_path)

@@ -296,7 +296,7 @@ for number in range(100000):
 
 
 @pytest.mark.parametrize(
-    "kills", [4, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])], ids=["few", "many"]
+    "kills", [2, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])], ids=["few", "many"]
 )
 def test_a_kill_leaves_the_old_or_the_new_file(tmp_path, kills):
     """After a kill during a save the file is a complete checkpoint, and no temporary files pile up."""

@@ -75,7 +75,7 @@ def uninterrupted(tmp_path_factory):
     return run(tmp_path_factory.mktemp("uninterrupted"))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     kills=st.lists(st.integers(1, 30), max_size=3, unique=True),
     every=st.sampled_from([1, 3, 4, 10, "0.004s"]),

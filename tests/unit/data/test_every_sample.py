@@ -37,7 +37,7 @@ def test_all_ranks_together_read_what_the_tail_says(kind: str, tail: str) -> Non
 seeds = st.none() | st.integers(0, 9)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     length=st.integers(16, 40) | st.just(9000),
     size=st.integers(1, 4),

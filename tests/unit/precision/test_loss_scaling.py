@@ -151,7 +151,7 @@ def assert_same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> N
     torch.testing.assert_close(list(one), list(other), rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     schedule=st.lists(iterations, min_size=1, max_size=6),
     kinds=st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=1, max_size=2),
