@@ -58,8 +58,14 @@ class ShardedLoader(Generic[T]):
         return getattr(self._source.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name[0] == "_" or hasattr(ShardedLoader, name)
-        (super().__setattr__ if is_own else self._source.loader.__setattr__)(name, value)
+        (super() if self._is_own(name) else self._source.loader).__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        (super() if self._is_own(name) else self._source.loader).__delattr__(name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is this object's: others are set on the user's loader, if it can have any."""
+        return name[0] == "_" or hasattr(ShardedLoader, name) or not hasattr(self._source.loader, "__dict__")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         raise TypeError(

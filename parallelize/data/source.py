@@ -291,7 +291,7 @@ class Source:
     """Whether its units are indices, or batches of them."""
     copy: Any = None
     """A copy of the user's DataLoader, which makes the batches."""
-    not_followed: tuple[str, ...] = "in_order", "pin_memory"
+    not_followed: tuple[str, ...] = "in_order", "pin_memory", "_iterator", "_IterableDataset_len_called"
     """Attributes that the copy has of its own, whatever the user sets."""
     is_iterated = True
     """Whether the copy's iterator has asked the replaced sampler for indices."""
@@ -374,8 +374,10 @@ class Source:
                 fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
             )
         before, self._followed = self._followed, dict(vars(self.loader))
+        for name in before.keys() - self._followed.keys():
+            vars(self.copy).pop(name, None)
         for name, value in self._followed.items():
-            if value is not before.get(name) and name[0] != "_" and name not in self.not_followed:
+            if value is not before.get(name) and name not in self.not_followed:
                 vars(self.copy)[name] = value
 
     def shard(self, position: Position, tail: Tail) -> EpochShard:

@@ -383,3 +383,60 @@ def test_a_child_of_a_rank_is_no_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from parallelize import distributed, rank\nprint(distributed(processes=2)(rank).all_ranks())\n")
     assert start_children.all_ranks(script) == [[0, 1, "[0, 1]\n"]] * 2
+
+
+NO_FORKS = """
+import os
+
+forks = os.fork
+
+def fork():
+    if os.path.exists(os.environ["FULL"]):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return forks()
+
+os.fork = fork
+"""
+
+CALLS_OF_A_FULL_MACHINE = """
+import os, pathlib, threading
+from parallelize import LaunchError, distributed, rank
+
+FULL, RUNS = pathlib.Path(os.environ["FULL"]), pathlib.Path(os.environ["FULL"] + ".runs")
+
+@distributed(processes=2)
+def work(waits):
+    while waits and not FULL.exists():
+        RUNS.touch()
+    while waits and FULL.exists():
+        pass
+    return 1
+
+def wait():
+    print("the other call:", work(True))
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not RUNS.exists():
+        pass
+    FULL.touch()
+    try:
+        work(False)
+    except LaunchError as error:
+        print(error)
+    FULL.unlink()
+    thread.join()
+    print("the next call:", work(False))
+"""
+
+
+def test_a_machine_without_room_for_processes_is_named(
+    tmp_path: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """A limit of processes or memory refuses the call, and no other one."""
+    (tmp_path / "sitecustomize.py").write_text(NO_FORKS)
+    variables = {"FULL": str(tmp_path / "full"), "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    out = run_script(CALLS_OF_A_FULL_MACHINE, env=variables).stdout
+    assert "the worker processes cannot be started\n  why: [Errno 11] Resource temporarily unavailable\n" in out
+    assert "the other call: 1\nthe next call: 1\n" in out

@@ -189,6 +189,20 @@ def test_a_killed_caller_leaves_no_worker_that_cannot_react(
     assert not script.has("finally.0")
 
 
+def test_a_killed_caller_and_server_leave_no_worker(start: Callable[..., Script]) -> None:
+    """As a kernel without memory kills them: the server first, before the caller has noticed."""
+    script = start("forkserver")
+    workers = [each for each in script.family if each.pid == os.getpgid(each.pid) and each.ppid() != script.process.pid]
+    server = workers[0].parent()
+    assert server is not None
+    script.process.send_signal(signal.SIGSTOP)
+    server.kill()
+    script.process.kill()
+    _, alive = psutil.wait_procs(workers, timeout=GONE_WITHIN_S)
+    assert len(workers) == 2
+    assert not alive
+
+
 def test_ctrl_c_in_a_terminal_raises_one_keyboard_interrupt(start: Callable[..., Script]) -> None:
     """A terminal sends SIGINT to the caller's process group; `finally` blocks run."""
     script = start("forkserver")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import math
@@ -38,6 +39,7 @@ __all__ = ["connect", "kill_group", "serve"]
 
 _END_GRACE_S = 5.0  # between SIGTERM and SIGKILL, for workers whose caller has ended
 _LOOK_EVERY_S = 1.0  # whether the caller has ended, if a process that it has forked keeps its sockets open
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _POLL_EVERY_S = 0.05  # how a worker has ended whose children keep its sentinel open
 
 _TORCH = (
@@ -97,8 +99,9 @@ def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
     """Return a connection to a fork server, for the workers of one call.
 
     It gets the number of workers, which it forks at once; then the call's folder, the caller's current one, and for
-    each worker a pickled tuple of a function and its arguments; then, to end the workers, the seconds between SIGTERM
-    and SIGKILL. It sends the workers' process ids and exit codes, again for each exit.
+    each worker a file with a pickled tuple of a function and its arguments; then, to end the workers, the seconds
+    between SIGTERM and SIGKILL. It sends the workers' process ids and exit codes, again for each exit, or text: why
+    they cannot be forked.
 
     Args:
         environ: variables of a fork server that has to be started: the first, after a fork of this process, or if those
@@ -116,9 +119,10 @@ def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
 
 def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
     key = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)} if is_preloaded else None
+    _servers[:] = [each for each in _servers if each.process.poll() is None]
     for server in _servers:
         # One that was killed has closed its socket some time before it has ended.
-        is_running = server.control.fileno() >= 0 and not wait([server.control], 0) and server.process.poll() is None
+        is_running = server.control.fileno() >= 0 and not wait([server.control], 0)
         if is_running and (server.owner, server.key) == (os.getpid(), key):
             return server
         server.control.close()
@@ -268,15 +272,21 @@ class _Call:
             for _ in range(request):
                 its, ours = multiprocessing.Pipe(duplex=False)
                 self._requests.append(ours)
-                fork = multiprocessing.get_context("fork")
-                self._workers.append(fork.Process(target=_work, args=([*files, *self._requests], its)))
-                self._workers[-1].start()
+                worker = multiprocessing.get_context("fork").Process(
+                    target=_work, args=([*files, *self._requests], its)
+                )
+                try:
+                    worker.start()
+                except OSError as error:  # too many processes, or too little memory
+                    self.connection.send(str(error))
+                    raise
+                self._workers.append(worker)
                 its.close()
         elif isinstance(request, tuple):
-            self._folder, cwd, requests = request
-            for ours, each in zip(self._requests, requests, strict=True):
+            self._folder, cwd, paths = request
+            for ours, each in zip(self._requests, paths, strict=True):
                 with ours, contextlib.suppress(OSError):  # it was killed
-                    ours.send((cwd, each))
+                    ours.send((cwd, each))  # little: a worker that is stopped does not read it
             self._requests.clear()
         else:
             self._is_alone = request is None
@@ -288,14 +298,16 @@ class _Call:
 def _work(files: Sequence[Any], its: Connection) -> None:
     """Be a worker: a process in which nothing is left of the fork server but what it has imported."""
     os.setsid()  # a new process group, so that all processes started from here can be killed together
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # if the server and the caller are killed
     for each in files:
         each.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
-        cwd, request = its.recv()
+        cwd, path = its.recv()
     except EOFError:  # the server was killed
         return
     its.close()
     os.chdir(cwd)
-    function, *arguments = pickle.loads(request)
+    function, *arguments = pickle.loads(Path(path).read_bytes())
     function(*arguments)

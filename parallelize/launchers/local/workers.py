@@ -70,10 +70,10 @@ class Workers:
         """
         self._folder, self._output = Path(setup.folder), output
         self._ranks = [world.rank for world in worlds]
-        requests = []
-        for world in worlds:
+        paths = [self._folder / f"setup.{rank}" for rank in self._ranks]
+        for world, path in zip(worlds, paths, strict=True):
             files = tuple(str(rank_file(output, world.rank, stream)) for stream in ("out", "err"))
-            requests.append(pickle.dumps((run, setup, world, files)))
+            path.write_bytes(pickle.dumps((run, setup, world, files)))
         try:
             cwd = str(Path.cwd())
         except FileNotFoundError as exc:
@@ -81,7 +81,7 @@ class Workers:
             raise LaunchError(what, why=why, fix="change to one that does: os.chdir(...)") from exc
         try:
             with suppress(OSError):
-                self._connection.send((setup.folder, cwd, requests))
+                self._connection.send((setup.folder, cwd, list(map(str, paths))))
             while not self._pids:
                 self._look(_LOOK_EVERY_S)
         except BaseException:
@@ -90,6 +90,8 @@ class Workers:
 
     def close(self) -> None:
         """Leave the workers to the fork server, which ends those that live."""
+        with suppress(OSError):  # a child that was forked meanwhile may keep the connection open
+            self._connection.send(0.0)
         self._is_ending = True
         self._connection.close()
 
@@ -150,7 +152,11 @@ class Workers:
         try:
             while self._connection.poll(timeout_s):
                 timeout_s = 0
-                self._pids, self._exitcodes = self._connection.recv()
+                found = self._connection.recv()
+                if isinstance(found, str):
+                    fix = "end others, or raise the limit: of `ulimit -u`, the container's of processes, or of memory"
+                    raise LaunchError("the worker processes cannot be started", why=found, fix=fix)
+                self._pids, self._exitcodes = found
         except (EOFError, OSError):
             self._is_over = True
             if self._is_ending:

@@ -58,11 +58,23 @@ class CustomLoader(DataLoader):
 
     def __init__(self, secret, /, *, dataset, size):
         super().__init__(dataset, batch_size=size)
-        self.secret = secret
+        self._secret = secret
 
     def __iter__(self):
         for batch in super().__iter__():
-            yield self.secret, batch
+            yield self._secret, batch
+
+    @property
+    def secret(self):
+        return self._secret
+
+    @secret.setter
+    def secret(self, value):
+        self._secret = value
+
+    @secret.deleter
+    def secret(self):
+        del self._secret
 
 
 def test_the_loader_is_not_reconstructed():
@@ -93,8 +105,22 @@ def test_what_is_set_between_epochs_is_followed(sets_sharded):
         target.batch_sampler.drop_last = True
         assert list(sharded) == [("poppy", (1, 3, 5, 7))]
         assert loader.secret == sharded.secret == "poppy"
+        del target.secret
+        assert not hasattr(loader, "secret")
+        with pytest.raises(AttributeError, match="_secret"):
+            list(sharded)
         with pytest.raises(ValueError, match="batch_size attribute should not be set"):
             target.batch_size = 3
+
+
+def test_attributes_of_a_list_of_batches_are_the_sharded_ones():
+    """A list can have none."""
+    with as_rank(0, 2):
+        sharded = shard_loader([1, 2])
+        sharded.note = 3
+        assert sharded.note == 3
+        del sharded.note
+        assert not hasattr(sharded, "note")
 
 
 def test_a_global_batch_that_is_set_is_checked():
