@@ -180,6 +180,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch.utils.data.DataLoader": {
         "_iterator": ("shut persistent workers down", "persistent workers outlive the block"),
+        "_IterableDataset_len_called": (
+            "know that len() of the user's loader sets it",
+            "torch warns of more batches than that len()",
+        ),
     },
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": {
         "_shutdown_workers": ("shut workers down immediately", "workers end when the iterator is garbage-collected"),
