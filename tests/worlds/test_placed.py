@@ -100,7 +100,7 @@ def test_without_an_agent_rank_0_serves_the_store(variables: Any, tmp_path: Path
     """With torchrun's or mpirun's variables set by hand; calls with another timeout= use the same store."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    port = {"MASTER_PORT": str(free_port())}
+    port = free_port()
     started = [
         subprocess.Popen(
             [sys.executable, str(script), "{}"],

@@ -119,13 +119,14 @@ def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
 
 def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
     key = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)} if is_preloaded else None
-    _servers[:] = [each for each in _servers if each.process.poll() is None]
-    for server in _servers:
+    for server in list(_servers):
         # One that was killed has closed its socket some time before it has ended.
         is_running = server.control.fileno() >= 0 and not wait([server.control], 0)
         if is_running and (server.owner, server.key) == (os.getpid(), key):
             return server
         server.control.close()
+        if server.process.poll() is not None:
+            _servers.remove(server)
     control, its = socket.socketpair()
     # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
     path = [str(Path(each).absolute()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
