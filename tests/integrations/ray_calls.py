@@ -47,7 +47,7 @@ def fail() -> None:
 def lose_actor(name: str) -> int:
     if rank() == 3 and not (FOLDER / name).exists():
         (FOLDER / name).touch()
-        _, _, actor, *_ = psutil.Process().parents()  # process of the call, fork server, actor
+        _, actor, *_ = psutil.Process().parents()  # fork server, actor
         actor.kill()
     dist.barrier()
     return rank()
