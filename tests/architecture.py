@@ -101,7 +101,7 @@ ROOMS: Mapping[str, int] = {
     "config": 5_879,
     "data": 12_580,
     "hang_detection": 4_499,
-    "launchers": 17_518,
+    "launchers": 17_525,
     "plugins": 1_611,
     "precision": 6_991,
     "runtime": 11_874,

@@ -306,9 +306,10 @@ def _work(files: Sequence[Any], its: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         cwd, path = its.recv()
-    except EOFError:  # the server was killed
+        request = Path(path).read_bytes()
+    except (EOFError, FileNotFoundError):  # the server was killed; the caller has left, and its folder with it
         return
     its.close()
     os.chdir(cwd)
-    function, *arguments = pickle.loads(Path(path).read_bytes())
+    function, *arguments = pickle.loads(request)
     function(*arguments)
