@@ -15,6 +15,7 @@ import logging
 import os
 import pdb
 import re
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from parallelize.checkpoint.files import reading, remove
+from parallelize.checkpoint.files import MAIN_FILE, SHARD_PREFIX, reading, remove
+from parallelize.checkpoint.record import not_of_save
 from parallelize.checkpoint.save_load import gather, load_into, prepare_save, rank, together
 from parallelize.checkpoint.states import (
     VALUE,
@@ -40,6 +42,7 @@ from parallelize.config.options import DURATION_UNITS_S, duration
 from parallelize.errors import ConfigError, ParallelizeError
 from parallelize.runtime import context
 from parallelize.runtime.user_line import user_stacklevel
+from parallelize.torch_patches.whole_file import remove_unused
 
 __all__ = ["Checkpoints", "Replay", "StepReplayed", "checkpoints", "replayed"]
 
@@ -192,37 +195,47 @@ class Checkpoints:
             for each in [each for each in self._files() if _steps(each) <= _steps(path)][self._keep :]:
                 remove(each)
 
-    def _files(self) -> list[Path]:
-        """Return the checkpoints, the newest first."""
+    def _paths(self) -> list[Path]:
+        """Return the paths of checkpoints, whether they are complete or not."""
         found = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted((each for each in found if _NAME.fullmatch(each.name)), key=_steps, reverse=True)
+        return [path for path in found if _NAME.fullmatch(path.name)]
+
+    def _files(self) -> list[Path]:
+        """Return the complete checkpoints, the newest first."""
+        complete = [path for path in self._paths() if not path.is_dir() or (path / MAIN_FILE).exists()]
+        return sorted(complete, key=_steps, reverse=True)
 
     def _resume(self) -> None:
         """Remove what killed runs have left, and load the newest checkpoint that is not damaged."""
         with together(self._call) as found, reading(self._folder):
-            for each in [*self._folder.glob(".step-*.tmp"), *self._files()] if rank() == 0 else ():
-                is_incomplete = each.is_dir() and {part.name[:6] for part in each.iterdir()} <= {"parts-", ".check"}
-                if is_incomplete or each.suffix == ".tmp":
-                    remove(each)
+            if rank() == 0:
+                self._remove_incomplete()
             replay = replayed.get()
             names = [each.name for each in ([replay.path] if replay is not None else self._files())]
             found += ["resume", names]
         for name in found[0][1]:
             path = self._folder / name
             try:
-                progress = load_into(path, self._objects, call=self._call).get(_PROGRESS)
+                values = load_into(path, self._objects, call=self._call, check=_check_progress)
             except ParallelizeError as exc:
                 if "is damaged" not in str(exc):  # in the message on every rank
                     raise
                 _log.warning("skipped checkpoint: %s", str(exc).replace("\n", ";"))
                 continue
-            if progress is None:
-                what, why = f"{path} is not of checkpoints()", "another call or program wrote it"
-                raise ConfigError(what, why=why, fix="use another folder; load() reads this file")
+            progress = values[_PROGRESS]
             self.steps, self.values = progress["steps"], dict(progress["values"])
             _log.info("resuming from %s, after %d steps", path, self.steps)
             self._replay(is_resumed=True)
             return
+
+    def _remove_incomplete(self) -> None:
+        """Remove what killed saves have left; what is being written is kept."""
+        remove_unused(self._folder, ".step-")
+        for path in self._paths():
+            if path.is_dir():
+                remove_unused(path, f".{MAIN_FILE}.")
+                if all(part.name.startswith(SHARD_PREFIX) for part in path.iterdir()):
+                    remove(path)
 
     def _replay(self, *, is_resumed: bool = False) -> None:
         """Stop before the step that is replayed, and end after it."""
@@ -313,6 +326,17 @@ def checkpoints(
     finally:
         with saved._thread:  # waits for the last job
             saved.wait()
+
+
+def _check_progress(path: Path, values: Named) -> None:
+    """Raise a ConfigError for a checkpoint without the progress that `Checkpoints.save` adds."""
+    progress = values.get(_PROGRESS)
+    if progress is None:
+        why = "another call or program wrote it"
+        raise ConfigError(f"{path} is not of checkpoints()", why=why, fix="use another folder; load() reads this file")
+    steps = progress.get("steps") if isinstance(progress, dict) else None
+    if type(steps) is not int or steps < 0 or not isinstance(progress.get("values"), dict):
+        raise not_of_save(path, f"the number of steps is {reprlib.repr(steps)}")
 
 
 def _steps(path: Path) -> int:

@@ -2,8 +2,11 @@
 
     {"model": {...}, "optimizer": {...}, "epoch": 3, "_parallelize": {"format": 2, ...}}
 
-    .last.pt.0.tmp           written by rank 0 and fsynced; the next save of this path overwrites what a kill leaves
-    last.pt                  the same file after a rename: a run killed at any moment leaves the old file or the new one
+    .last.pt.<host>.<token>.tmp    written by rank 0 for this save alone, locked, and fsynced
+    last.pt                        the same file after a rename
+
+A run killed at any moment leaves the old file or the new one, and perhaps a temporary one, which the
+next save of this path removes. Of two runs that save one path, each save is one whole file.
 
 The zip format of torch.save has a CRC-32 of each entry. torch.load does not look at it: `crcs` does.
 """
@@ -21,35 +24,37 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from parallelize.call.pickling import cause_of
+from parallelize.checkpoint.record import check_record
 from parallelize.errors import ConfigError, MissingDependencyError, ParallelizeError
+from parallelize.torch_patches.whole_file import TemporaryFile, fsync, temporary_file
 
 __all__ = [
-    "FORMAT",
     "MAIN_FILE",
     "RECORD",
     "SAFETENSORS",
     "SHARD_PREFIX",
     "Checkpoint",
     "crcs",
-    "fsync",
     "new_shard_folder",
     "read",
     "reading",
     "remove",
+    "replace",
     "write",
     "write_error",
+    "writing",
 ]
 
 MAIN_FILE = "checkpoint.pt"  # in the folder of a sharded checkpoint: the record, and which folder has the shards
 SHARD_PREFIX = "parts-"  # begin of that folder's name, another one for each save
 RECORD = "_parallelize"
-FORMAT = 2
 SAFETENSORS = ".safetensors"
+_MAX_READS = 100  # of a file that another run replaces meanwhile
 
 
 @dataclass(frozen=True)
@@ -66,28 +71,41 @@ class Checkpoint:
     """Returns a part of the states with tensors in place of meta tensors; of some, by their ids, there are DTensors."""
 
 
-def write(path: Path, content: dict[str, Any], rank: int = 0) -> None:
+def write(path: Path, content: dict[str, Any]) -> None:
     """Replace a file, or what a link points to, by one of a dictionary that is written beside it."""
     target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{rank}.tmp")
     if target.exists() and not target.is_file():  # such as /dev/null
         raise write_error(path, "it is not a file, and must not be replaced")
-    try:
+    with writing(path):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == SAFETENSORS:
-            tensors = _only_tensors(path, content)
-            _safetensors().torch.save_file(tensors, temporary, {"format": "pt"})  # which Hugging Face requires
-        else:
-            with temporary.open("wb") as file:  # given a path, torch.save stores the file name in the file
-                torch.save(content, file)
-        fsync(temporary)
-        temporary.replace(target)
-        fsync(target.parent)
+        with temporary_file(target) as temporary:
+            replace(temporary, content)
+
+
+def replace(temporary: TemporaryFile, content: dict[str, Any]) -> None:
+    """Write a dictionary to a temporary file, flush it to disk, and let it replace its target."""
+    target = temporary.target
+    if target.suffix == SAFETENSORS:
+        tensors = _only_tensors(target, content)
+        # Hugging Face requires the metadata.
+        _safetensors().torch.save_file(tensors, temporary.path, {"format": "pt"})
+    else:
+        # Given a path, torch.save stores the name of the file in the file.
+        torch.save(content, temporary.file)
+        temporary.file.flush()
+    fsync(temporary.path)
+    temporary.replace_target()
+    fsync(target.parent)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an error of this library for whatever is raised while a checkpoint is written."""
+    try:
+        yield
     except ParallelizeError:
         raise
     except Exception as exc:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise write_error(path, cause_of(exc)) from exc
 
 
@@ -102,16 +120,6 @@ def _only_tensors(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor
         )
     # Clones, because such a file holds no storage twice.
     return {key: each.cpu().clone(memory_format=torch.contiguous_format) for key, each in values.items()}
-
-
-def fsync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk; some file systems cannot do the latter."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_error(path: Path, why: object) -> ParallelizeError:
@@ -146,33 +154,69 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read and verify a file of torch.save or safetensors, without running code; tensors are memory-mapped."""
+    """Read and verify a file of torch.save or safetensors without running code.
+
+    Tensors are memory-mapped.
+    """
     with reading(path):
         if path.suffix == SAFETENSORS:
             return Checkpoint(_safetensors().torch.load_file(path), {})
-        with path.open("rb") as file:
-            is_zip = file.read(2) == b"PK"  # otherwise a file of torch 1.5 or older, or something else
-        digest = crcs(path) if is_zip else ""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about older formats
-            stored = dict(torch.load(os.fspath(path), map_location="cpu", mmap=is_zip, weights_only=True))
-        record = dict(stored.pop(RECORD, {}))
-    if record.get("format", FORMAT) != FORMAT:
-        raise ConfigError(
-            f"{path} has format {record['format']!r}, this version reads {FORMAT}",
-            why="another version of parallelize has written it",
-            fix=f"update parallelize, or remove the key {RECORD!r} from it: the rest is a dictionary of states",
-        )
+        stored, digest = _read_one(path)
+    record = stored.pop(RECORD, {})
+    check_record(path, record, stored)
     return Checkpoint(stored, record, digest)
 
 
-def crcs(file: Any) -> str:
-    """Return a checksum of the checksums of all entries of a zip file, after verifying that the entries have them."""
+def _read_one(path: Path) -> tuple[dict[Any, Any], str]:
+    """Return the dictionary in a file, and its digest, both of one save."""
+    for _ in range(_MAX_READS):
+        with contextlib.suppress(_Replaced), _unreplaced(path) as file:
+            return _stored(path, file)
+    raise ConfigError(
+        f"{path} is replaced while it is read, {_MAX_READS} times",
+        why="another run saves to this path all the time",
+        fix="give each run a path of its own",
+    )
+
+
+def _stored(path: Path, file: IO[bytes]) -> tuple[dict[Any, Any], str]:
+    is_zip = file.read(2) == b"PK"  # otherwise a file of torch 1.5 or older, or something else
+    digest = crcs(file) if is_zip else ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about older formats
+        # With mmap=True, torch.load opens the path twice: for the pickle, and again for the tensors.
+        # If another run saves in between, values of one save would get the tensors of another.
+        content = torch.load(os.fspath(path), map_location="cpu", mmap=is_zip, weights_only=True)
+    return dict(content), digest
+
+
+class _Replaced(Exception):  # noqa: N818 - it is caught here, and no error
+    """Another run has replaced the file that was being read."""
+
+
+@contextlib.contextmanager
+def _unreplaced(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file; raise `_Replaced`, whatever the block does, if it is no longer at its path."""
+    with path.open("rb") as file:
+        try:
+            yield file
+        finally:
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                raise _Replaced
+
+
+def crcs(file: Any, *, is_verified: bool = True) -> str:
+    """Return a checksum of the checksums of all entries of a zip file.
+
+    Args:
+        file: a file of torch.save, or a path.
+        is_verified: whether the entries are read, to compare them with their checksums.
+    """
     with zipfile.ZipFile(file) as archive:
-        if wrong := archive.testzip():
+        if is_verified and (wrong := archive.testzip()):
             raise zipfile.BadZipFile(f"its entry {wrong} does not match its checksum")
-        found = str([(each.filename, each.CRC) for each in archive.infolist()])
-    return f"{zlib.crc32(found.encode()):08x}"
+        checksums = [(entry.filename, entry.CRC) for entry in archive.infolist()]
+    return f"{zlib.crc32(str(checksums).encode()):08x}"
 
 
 def new_shard_folder(path: Path, *, sharded: bool | None, has_shards: bool) -> str:

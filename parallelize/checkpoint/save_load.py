@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelize.checkpoint import files
+from parallelize.checkpoint.record import FORMAT, not_of_save
 from parallelize.checkpoint.states import (
     OBJECT,
     VALUE,
@@ -33,7 +34,7 @@ from parallelize.checkpoint.states import (
 from parallelize.collectives import num_processes
 from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
 from parallelize.runtime import context
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.containers import is_entangled, leaves, map_leaves
 from parallelize.runtime.group_abort import is_interrupted
 from parallelize.runtime.process_group import separate_group
 from parallelize.runtime.rng import global_generators
@@ -46,6 +47,8 @@ _USUAL = {
     "optimizer": ("optimizer_state_dict", "optimizer_0"),
 }
 """Names under which tutorials and Lightning save the states of a model and of an optimizer."""
+_Changes = tuple[list[Callable[[], None]], dict[str, Any]]
+"""What sets the states of the objects, in order, and the plain values in a checkpoint."""
 
 
 @contextlib.contextmanager
@@ -82,12 +85,13 @@ def save(
     With plain values alone, such as `save("best.pt", model=model.state_dict())`, `save` is what
     torch.save is: rank 0 may call it alone, no rank waits for another, and RNG states are not saved.
 
-    The write is atomic: a killed run leaves the old checkpoint or the new one.
+    The write is atomic: a killed run leaves the old checkpoint or the new one, and perhaps a temporary
+    file, which the next save of this path removes. If two runs save to one path, each reader finds
+    the whole checkpoint of one of them. A file that is replaced keeps its permissions.
 
     Args:
-        path: a file, or a folder if sharded; missing parent folders are created. One run at a time may
-            write to it. A name that ends in .safetensors: the weights of one model alone, without checksums, as
-            Hugging Face reads them.
+        path: a file, or a folder if sharded; missing parent folders are created. A name that ends in
+            .safetensors: the weights of one model alone, without checksums, as Hugging Face reads them.
         sharded: whether to write a folder; with several nodes, one that all of them share. False: rank 0
             gathers the full tensors in CPU memory and writes one file. None: keep the form of the
             checkpoint at `path`; for a new path, use a folder if ranks hold shards.
@@ -109,7 +113,7 @@ def save(
         sharded = False
     is_plain = all(handler_for(each).kind == VALUE and not is_sharded(each) for each in objects.values())
     if objects and is_plain and not sharded and not target.is_dir():
-        files.write(target, _content(objects, ()), rank())
+        files.write(target, _content(objects, ()))
         return
     write = prepare_save(call, target, objects, sharded=sharded)
     with together(call):
@@ -198,6 +202,8 @@ def prepare_save(
     with together(call):
         if has_shards or own_rank == 0:
             content = _content(objects, rng, None if folder else _full_tensors(own_rank))
+            if folder:
+                _refuse_entangled(call, content)
             content = stage(content) if stage else content
     if own_rank and not (folder and has_shards):
         return lambda: None
@@ -211,6 +217,15 @@ def prepare_save(
     return functools.partial(write_folder, path, folder, content, group, own_rank)
 
 
+def _refuse_entangled(call: str, content: Named) -> None:
+    if is_entangled(content):
+        raise ConfigError(
+            f"{call} of lists that are in each other, many times over",
+            why="torch.distributed.checkpoint walks through a list once for each place that it is in",
+            fix="save them with sharded=False, or as separate flat lists",
+        )
+
+
 def _routes(objects: Named) -> list[Any]:
     """Return the routes of the models that are in a block."""
     return [*filter(None, (route_of(each) for each in objects.values() if isinstance(each, nn.Module)))]
@@ -220,7 +235,7 @@ def _content(objects: Named, rng: Sequence[Any], gather: Callable[[Any], Any] | 
     """Return the states of the objects, and the record of the run; the arguments are as for `states_of`."""
     details = {name: handler_for(each).describe() for name, each in objects.items()}
     record = {
-        "format": files.FORMAT,
+        "format": FORMAT,
         "torch": torch.__version__,
         "world_size": len(rng),
         "rng": rng,
@@ -290,34 +305,92 @@ def load(path: str | os.PathLike[str], /, *, rng: bool = True, strict: bool = Tr
 
 
 @_refusing_deep_nesting("load")
-def load_into(path: Path, objects: Named, *, call: str, rng: bool = True, strict: bool = True) -> dict[str, Any]:
-    """Load a checkpoint as `load` does; `call` names the call in messages."""
+def load_into(
+    path: Path,
+    objects: Named,
+    *,
+    call: str,
+    rng: bool = True,
+    strict: bool = True,
+    check: Callable[[Path, Named], None] = lambda _path, _values: None,
+) -> dict[str, Any]:
+    """Load a checkpoint as `load` does.
+
+    Args:
+        path: as for `load`.
+        objects: by name.
+        call: the call in messages.
+        rng: as for `load`.
+        strict: as for `load`.
+        check: raises before any object is changed if the plain values are not as expected.
+    """
     # Then other ranks load the same objects.
     is_shared = any(map(is_sharded, objects.values())) or bool(_routes(objects))
     with together(call, is_shared=is_shared) as ranks:
-        if path.is_dir():
-            from parallelize.checkpoint.shards import read_folder  # takes a second to import: only if sharded
-
-            checkpoint = read_folder(path)
-        else:
-            checkpoint = files.read(path)
+        checkpoint = _read(path)
         ranks.append(f"load {path.name} ({checkpoint.digest}): {', '.join(objects)}")
     with together(call, is_shared=is_shared):
-        handlers, values = _checked(path, checkpoint, objects, strict=strict)
-    for each in sorted(handlers, key=lambda each: each.kind != OBJECT):
-        each.set()
+        prepare = functools.partial(_prepared, path, objects, rng=rng, strict=strict)
+        changes, values = prepare(checkpoint) if is_shared else _prepared_newest(path, checkpoint, prepare)
+        check(path, values)
+    for change in changes:
+        change()
+    return values
+
+
+def _read(path: Path) -> files.Checkpoint:
+    if not path.is_dir():
+        return files.read(path)
+    from parallelize.checkpoint.shards import read_folder  # takes a second to import: only if sharded
+
+    return read_folder(path)
+
+
+def _prepared_newest(
+    path: Path, checkpoint: files.Checkpoint, prepare: Callable[[files.Checkpoint], _Changes]
+) -> _Changes:
+    """Return `prepare(checkpoint)`, of a newer one if another run replaces the folder meanwhile.
+
+    Ranks that load together do not do so: all of them would have to read the same one.
+    """
+    while True:
+        try:
+            return prepare(checkpoint)
+        except ConfigError as exc:
+            if not isinstance(exc.__cause__, FileNotFoundError):
+                raise
+            newer = _read(path)
+            if newer.digest == checkpoint.digest:
+                raise
+            checkpoint = newer
+
+
+def _prepared(path: Path, objects: Named, checkpoint: files.Checkpoint, *, rng: bool, strict: bool) -> _Changes:
+    """Check all that is loaded; return the functions that change the objects, and the plain values."""
+    handlers, values = _checked(path, checkpoint, objects, strict=strict)
+    for handler in handlers:
+        handler.prepare()
+    # The user's own code, which may raise, comes first.
+    in_order = sorted(handlers, key=lambda handler: handler.kind != OBJECT)
+    changes = [handler.set for handler in in_order]
     # This rank's datasets and random numbers go on from where they were.
     world, states = context.current().world, checkpoint.record.get("rng", ())
     has_parts = context.current().config.logical is not None  # then all ranks have one state
     is_known = len(states) > 0 if has_parts else world.world_size == len(states)
     own = (states[0 if has_parts else world.rank] if is_known else None) or {}
     for name, state in own.get("data", {}).items():
-        if state is not None and hasattr(type(objects.get(name)), "load_rank_state"):
-            objects[name].load_rank_state(state)
+        loader: Any = objects.get(name)
+        if state is not None and hasattr(type(loader), "check_rank_state"):
+            loader.check_rank_state(state)
+            changes.append(functools.partial(loader.load_rank_state, state))
     for name, generator in global_generators(context.current().devices).items():
         if rng and name in own:
-            generator.set(own[name])
-    return values
+            try:
+                generator.check(own[name])
+            except Exception as exc:  # each library raises its own
+                raise not_of_save(path, f"the state of {name} is none: {exc}") from exc
+            changes.append(functools.partial(generator.set, own[name]))
+    return changes, values
 
 
 def _checked(
@@ -339,13 +412,16 @@ def _checked(
 
     def is_value(name: Any) -> Any:
         if record is None:  # what holds tensors is the state of some object
-            return not any(isinstance(leaf, Tensor) for leaf in leaves(states[name]))
+            return not any(isinstance(leaf, Tensor) for leaf in leaves(states[name], once=True))
         return record[name]["kind"] == VALUE
 
     values: Any = {name: each for name, each in states.items() if not handlers or is_value(name)}
     for each in handlers:
         each.state = checkpoint.fill(each.state, each.shard_targets())
-    return handlers, map_leaves(clone_tensor, checkpoint.fill(values, {}))
+        stored = [leaf for leaf in leaves(each.state, once=True) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in stored):
+            raise not_of_save(path, f"a tensor of {each.name} has no values")
+    return handlers, map_leaves(clone_tensor, checkpoint.fill(values, {}), once=True)
 
 
 def _foreign_states(states: Mapping[Any, Any], objects: Named) -> dict[Any, Any]:

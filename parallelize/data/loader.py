@@ -6,9 +6,10 @@ import contextlib
 import inspect
 import itertools
 import logging
+import reprlib
 import sys
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -269,17 +270,37 @@ class ShardedLoader(Generic[T]):
                 those that shard themselves, also require the same number of processes and, within
                 an epoch, the same batches.
         """
-        start = state["start"]
-        for name, expected in self._identity(start).items():
-            saved = state.get(name)
-            if saved != expected:
-                raise ConfigError(
-                    f"a state saved with {name}={saved!r} is loaded with {name}={expected!r}",
-                    why="the rest of the epoch would have other samples, or another order",
-                    fix=f"restore the loader with {name}={saved!r}, or start an epoch with set_epoch()",
-                )
-        position = Position(state["epoch"], start, state.get("order", ""))
+        self.check_position(state)
+        position = Position(state["epoch"], state["start"], state.get("order", ""))
         self._start_at(position, state.get("first_epoch", 0))
+
+    def check_position(self, state: Any) -> None:
+        """Raise a ConfigError if `load_state_dict` cannot resume from a state; change nothing."""
+        if not isinstance(state, Mapping):
+            raise _no_position(f"a {type(state).__name__}")
+        for name in ("epoch", "start", "first_epoch"):
+            number = state.get(name, 0 if name == "first_epoch" else None)
+            if type(number) is not int or not 0 <= number < 2**62:
+                raise _no_position(f"{name}={reprlib.repr(number)}")
+        if type(state.get("order", "")) is not str:
+            raise _no_position(f"order={reprlib.repr(state['order'])}")
+        if self._source.is_beyond(state["start"]):
+            raise _no_position(f"start={state['start']} of {self._source.length()} samples")
+        for name, expected in self._identity(state["start"]).items():
+            saved = state.get(name)
+            if isinstance(saved, torch.Tensor) or saved != expected:
+                raise ConfigError(
+                    f"a state saved with {name}={reprlib.repr(saved)} is loaded with {name}={expected!r}",
+                    why="the rest of the epoch would have other samples, or another order",
+                    fix=f"restore the loader with {name}={reprlib.repr(saved)}, or start an epoch with set_epoch()",
+                )
+
+    def check_rank_state(self, state: Any) -> None:
+        """Raise a ConfigError if `load_rank_state` cannot take a state; change nothing."""
+        types = {"epoch": int, "batches": int, "next": str}
+        is_state = isinstance(state, Mapping) and "state" in state
+        if not is_state or any(type(state.get(name)) is not kind for name, kind in types.items()):
+            raise _no_position(f"the state of a dataset {reprlib.repr(state)}")
 
     def gather(self, results: Any) -> Any:
         """Gather per-sample results of all processes in dataset order; every process has to call it.
@@ -320,6 +341,14 @@ class ShardedLoader(Generic[T]):
                 fix="iterate the loader first",
             )
         return self._shard
+
+
+def _no_position(what: str) -> ConfigError:
+    return ConfigError(
+        f"a loader cannot go on from {what}",
+        why="it is not a position in this data, as state_dict() returns it",
+        fix="load another checkpoint, or leave the loader out and start an epoch with set_epoch()",
+    )
 
 
 def _warn_of_update_bn(frame: Any) -> None:

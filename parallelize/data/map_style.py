@@ -19,6 +19,7 @@ __all__ = ["MapStyleSource"]
 
 # Attributes of a sampler that shards by itself: torch, Lightning and timm have the first ones,
 # Accelerate the second, WebDataset and torchdata the third, Megatron and DeepSpeed the last.
+_MOST_PADDED = 1_000_000  # units that the last step of an epoch adds, at any batch size
 _SHARDING = (
     ("num_replicas", "rank"),
     ("num_processes", "process_index"),
@@ -114,6 +115,11 @@ class MapStyleSource(Source):
     def length(self) -> int | None:
         """Return the sampler's length."""
         return length_of(self._sampler)
+
+    def is_beyond(self, start: int) -> bool:
+        """Return whether more units were consumed than there are, and than a last step may add."""
+        length = self.length()
+        return length is not None and start > length + max(length, _MOST_PADDED)
 
     def units(self, epoch: int, tail: Tail) -> tuple[Any, Any]:  # noqa: ARG002 - the same for all
         """Return the order of the units, or a stream of them."""

@@ -399,6 +399,10 @@ class Source:
         """Return the number of units of an epoch, as the data tells; None: unknown."""
         raise NotImplementedError
 
+    def is_beyond(self, start: int) -> bool:  # noqa: ARG002 - the end of a stream is not known
+        """Return whether a position is certainly behind the last unit of an epoch."""
+        return False
+
     def base_seed(self) -> int:
         """Return the seed of what the dataset draws: that of the options, else of the loader, else of torch."""
         seed = self.options.seed

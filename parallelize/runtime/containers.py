@@ -9,15 +9,29 @@ from typing import Any
 
 import torch
 
-__all__ = ["leaves", "map_leaves", "with_leaves"]
+__all__ = ["is_entangled", "leaves", "map_leaves", "with_leaves"]
+
+_MANY = 1_000_000  # leaves
 
 
-def leaves(value: Any) -> list[Any]:
+def leaves(value: Any, *, once: bool = False) -> list[Any]:
     """Return the leaves of `value` in a fixed order; a value that is not a container is its own leaf.
 
     Containers are mappings, lists, tuples (named tuples too) and dataclass instances. A tuple with a method `to`, such
     as PackedSequence, is a leaf.
+
+    Args:
+        value: nested containers.
+        once: whether a container that is in several places counts once; else it counts at each.
+            Ten lists, each of which holds the next one ten times, have 10^10 leaves.
+
+    Raises:
+        RecursionError: a container contains itself, or hundreds contain each other.
     """
+    if once:
+        found_once: list[Any] = []
+        _collect_once(value, found_once, {})
+        return found_once
     items = _items(value)
     if items is None:
         return [value]
@@ -27,8 +41,50 @@ def leaves(value: Any) -> list[Any]:
     return found
 
 
+def _collect_once(value: Any, found: list[Any], is_done: dict[int, bool]) -> None:
+    """Add the leaves of a value; `is_done` has, by the ids of containers, whether all is added."""
+    items = _items(value)
+    if items is None:
+        found.append(value)
+        return
+    if not is_done.get(id(value), True):
+        raise RecursionError(f"a {type(value).__name__} contains itself")
+    if id(value) not in is_done:
+        is_done[id(value)] = False
+        for item in items:
+            _collect_once(item, found, is_done)
+        is_done[id(value)] = True
+
+
+def is_entangled(value: Any) -> bool:
+    """Return whether containers are in so many places that a walk to each place does not end in time.
+
+    Raises:
+        RecursionError: a container contains itself, or hundreds contain each other.
+    """
+    distinct = len(leaves(value, once=True))
+    return _count(value, {}) > _MANY + 100 * distinct
+
+
+def _count(value: Any, counts: dict[int, int]) -> int:
+    """Return the number of places of leaves, in a time of the number of containers."""
+    items = _items(value)
+    if items is None:
+        return 1
+    if id(value) not in counts:
+        total = 0
+        for item in items:
+            total += _count(item, counts)
+        counts[id(value)] = total
+    return counts[id(value)]
+
+
 def map_leaves(
-    change: Callable[[Any], Any], value: Any, *, is_leaf: Callable[[Any], bool] = lambda _value: False
+    change: Callable[[Any], Any],
+    value: Any,
+    *,
+    is_leaf: Callable[[Any], bool] = lambda _value: False,
+    once: bool = False,
 ) -> Any:
     """Return a copy of `value` with `change` applied to every leaf; containers keep their types.
 
@@ -36,12 +92,27 @@ def map_leaves(
         change: function from a leaf to its new value.
         value: nested containers, as in `leaves`.
         is_leaf: returns whether a container is treated as a leaf.
+        once: whether a container that is in several places is copied once, and its copy is in all of
+            them; else it is copied for each place.
     """
+    return _mapped(change, value, is_leaf, {} if once else None)
+
+
+def _mapped(
+    change: Callable[[Any], Any],
+    value: Any,
+    is_leaf: Callable[[Any], bool],
+    copies: dict[int, Any] | None,
+) -> Any:
     items = None if is_leaf(value) else _items(value)
     if items is None:
         return change(value)
-    changed = [map_leaves(change, item, is_leaf=is_leaf) for item in items]
-    return _like(value, changed)
+    if copies is not None and id(value) in copies:
+        return copies[id(value)]
+    copied = _like(value, [_mapped(change, item, is_leaf, copies) for item in items])
+    if copies is not None:
+        copies[id(value)] = copied
+    return copied
 
 
 def with_leaves(value: Any, new: Iterable[Any]) -> Any:

@@ -135,7 +135,7 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | No
         return (max(longest, timeout) if since_ns is None else longest).total_seconds()
 
     watching = watchdog.watch(store, timeout_s=timeout_s, since_ns=since_ns)
-    with after_step(steps), registered(default_store()), atomic_saves(default_store(), dist.get_rank()), watching:
+    with after_step(steps), registered(default_store()), atomic_saves(store, dist.get_rank()), watching:
         yield
 
 

@@ -20,13 +20,19 @@ from parallelize.runtime.context import Runtime
 
 __all__ = ["GeneratorAccess", "RNGState", "derive_seed", "global_generators", "random_numbers_per_rank"]
 
+_MERSENNE_WORDS = 624
+
 
 class GeneratorAccess(NamedTuple):
-    """Functions of a generator: they return its state, set it to a state, and seed it."""
+    """Functions of a generator: they return its state, set it to a state, and seed it.
+
+    `check` raises if a value is no state of such a generator, and changes nothing.
+    """
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     seed: Callable[[int], Any]
+    check: Callable[[Any], Any] = lambda _state: None
 
 
 def global_generators(devices: Collection[torch.device] | None) -> dict[str, GeneratorAccess]:
@@ -41,11 +47,28 @@ def global_generators(devices: Collection[torch.device] | None) -> dict[str, Gen
         name = f"torch.{device.type}{f' {number}' if number > 1 else ''}" if number else "torch"
         module: Any = torch.get_device_module(device)
         each = module.default_generators[device.index or 0] if number else torch.default_generator
-        found[name] = GeneratorAccess(each.get_state, each.set_state, each.manual_seed)
-    found["random"] = GeneratorAccess(random.getstate, random.setstate, random.seed)
+        found[name] = GeneratorAccess(
+            each.get_state, each.set_state, each.manual_seed, functools.partial(_check_torch, device)
+        )
+    check = random.Random().setstate  # noqa: S311 - it draws nothing
+    found["random"] = GeneratorAccess(random.getstate, random.setstate, random.seed, check)
     get = functools.partial(np.random.get_state, legacy=False)
-    found["numpy.random"] = GeneratorAccess(get, np.random.set_state, lambda seed: np.random.seed(seed % 2**32))
+    found["numpy.random"] = GeneratorAccess(
+        get, np.random.set_state, lambda seed: np.random.seed(seed % 2**32), _check_numpy
+    )
     return found
+
+
+def _check_torch(device: torch.device, state: Any) -> None:
+    torch.Generator(device).set_state(state)
+
+
+def _check_numpy(state: Any) -> None:
+    np.random.RandomState().set_state(state)
+    # NumPy takes any position, and would read the memory behind its 624 words.
+    position = state["state"]["pos"]
+    if not 0 <= position <= _MERSENNE_WORDS:
+        raise ValueError(f"the position {position} is not one of {_MERSENNE_WORDS} words")
 
 
 class RNGState:

@@ -243,6 +243,29 @@ def test_a_failed_write_in_the_background_raises_on_all_ranks(tmp_path):
     run()
 
 
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_torch_save_leaves_nothing_in_the_store(tmp_path, is_guarded):
+    """Twenty calls, of one path and of others, on all ranks or on rank 0, add no key."""
+
+    @distributed(processes=2)
+    def run():
+        store = torch.distributed.distributed_c10d._get_default_store()
+        barrier()
+        before = store.num_keys()
+        barrier()
+        for number in range(20):
+            if rank() == 0 or not is_guarded:
+                torch.save(number, tmp_path / f"{number % 3}.pt")
+        barrier()
+        after = store.num_keys()
+        barrier()
+        return before, after
+
+    for before, after in run.all_ranks():
+        assert after <= before + 1  # a rank that is still waiting may hold a key of its own
+    assert [torch.load(tmp_path / f"{number}.pt") for number in range(3)] == [18, 19, 17]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_no_keys_pile_up_in_the_store(tmp_path, backend):
