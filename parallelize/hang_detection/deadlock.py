@@ -25,7 +25,7 @@ from parallelize.hang_detection.rank_state import RankState
 __all__ = ["Verdict", "awaited_ranks", "find_deadlock", "waiting_line"]
 
 _FIX = "make the same calls on every rank, with the same shapes and dtypes in the same order"
-_PLURAL = {"waits": "wait", "is": "are", "has": "have", "was": "were"}
+_PLURAL = {"waits": "wait", "is": "are", "has": "have", "was": "were", "does": "do"}
 
 _States = Mapping[int, RankState]
 _Awaited = Mapping[int, frozenset[int]]
@@ -72,7 +72,7 @@ def _returned(states: _States, awaited: _Awaited) -> Verdict | None:
     for rank, ranks in awaited.items():
         if ranks & returned:
             return Verdict(
-                what=_line(states, rank, ranks & returned),
+                what=_line(states, rank, ranks & returned, silent={}),
                 why="a rank that has returned makes no further collective calls",
                 fix="make the same number of steps and collectives on every rank: no `return`, `break`, extra step or "
                 "extra backward on some ranks only",
@@ -93,19 +93,26 @@ def _cycle(states: _States, awaited: _Awaited) -> Verdict | None:
     return Verdict(what=f"ranks wait for each other: {_phrases(texts)}", why=why, fix=_FIX)
 
 
-def waiting_line(states: _States, world_size: int) -> str:
-    """Describe which ranks wait (at least one), for which ranks, and where the awaited ranks are."""
+def waiting_line(states: _States, world_size: int, silent: Mapping[int, str] | None = None) -> str:
+    """Describe which ranks wait (at least one), for which ranks, and where the awaited ranks are.
+
+    Args:
+        states: states of the ranks that have answered.
+        world_size: number of ranks.
+        silent: phrases about ranks that have not answered: "is stopped, last seen at a.py:9".
+    """
     awaited = awaited_ranks(states)
     first = min(awaited, key=lambda rank: states[rank].since)
-    silent = range(world_size) - states.keys()
-    return _line(states, first, (awaited[first] or states.keys() - awaited.keys()) | silent)
+    unanswered = range(world_size) - states.keys()
+    others = (awaited[first] or states.keys() - awaited.keys()) | unanswered
+    return _line(states, first, others, silent or {})
 
 
-def _line(states: _States, rank: int, others: Collection[int]) -> str:
+def _line(states: _States, rank: int, others: Collection[int], silent: Mapping[int, str]) -> str:
     """Say where a rank waits, and all ranks that wait at the same place, and where the others are."""
     texts = {each: _place(state) for each, state in states.items()}
     same = {each: text for each, text in texts.items() if text == texts[rank] and each not in others}
-    places = {each: texts.get(each, "has not answered") for each in others}
+    places = {other: texts.get(other) or silent.get(other, "has not answered") for other in others}
     return _phrases(same) + (f" for {_phrases(places, ', which ')}" if places else "")
 
 

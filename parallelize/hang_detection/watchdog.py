@@ -9,6 +9,12 @@
     30 s, 1 min, ...    rank 0 logs which ranks wait, and where
     timeout - 2 s       the verdict is where all ranks are; later NCCL would abort the process, and gloo name no rank;
                         the longest timeout counts, of the default group and of the groups that the judge waits in
+    0.75 s later        the verdict comes even if ranks had no time to answer the latest question
+    no sign of a judge  for 8 s, or 1 s after its verdict was due: it is stopped, and another rank
+                        that waits judges
+
+A rank that is stopped, or in compiled code that holds the GIL, does not answer. Its line is known
+from the record that its watchdog has left at its latest look: see `last_seen`.
 
 The keys in the process group's store, all plain data:
 
@@ -27,15 +33,18 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import pdb
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +52,16 @@ import torch.distributed as dist
 
 from parallelize.errors import SyncError
 from parallelize.hang_detection.deadlock import Verdict, find_deadlock, waiting_line
+from parallelize.hang_detection.last_seen import (
+    LastSeen,
+    Process,
+    SeenFiles,
+    SeenKeys,
+    SeenRecords,
+    can_overwrite,
+    line_of_function,
+    line_of_stack,
+)
 from parallelize.hang_detection.rank_state import RankState, latest_collectives, progress
 from parallelize.hang_detection.stack_frames import (
     Stack,
@@ -58,8 +77,15 @@ __all__ = ["Judge", "Watchdog"]
 
 _CHECK_EVERY_S, _ANSWER_S, _ASK_EVERY_S = 0.5, 2.5, 4.0
 _WAITS_AFTER_S, _FIRST_LINE_S = 3.0, 30.0
-_ABORT_MARGIN_S = 2.0
-_ERROR_S = 1.0  # for the explanation of an error: a rank is killed 3 s after another one has failed
+_ABORT_MARGIN_S, _LATE_ANSWER_S, _TAKE_OVER_S = 2.0, 0.75, 1.0
+_CHECK_OFTEN_S = 0.1
+"""Between checks of a rank that waits, shortly before and after its verdict is due."""
+_NO_SIGN_S = 2 * _ASK_EVERY_S
+"""Without a question while ranks wait: the judge, which asks every 4 s, is stopped."""
+_STORE_S = 10.0
+"""Longest time of a request to the store, and of a look on a busy machine."""
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_ERROR_S = 1.5  # for the explanation of an error: a rank is killed 3 s after another one has failed
 
 
 @dataclass
@@ -72,8 +98,12 @@ class Judge:
         world_size: number of ranks.
         timeout_s: returns the timeout of this rank's wait from its pending collectives.
         observe: returns this rank's state; called when a question was asked.
+        seen_records: where each rank was last seen; None: nobody publishes it.
         since: number of the latest question when the current wait began; 0: this rank does not wait.
         answered: number of the latest question that this rank has answered.
+        ends_in_time: whether torch ends a wait at the timeout, before which the verdict must come;
+            not with a debugger.
+        has_timed_out: whether the torch error that is explained is a timeout; None: none is.
     """
 
     store: dist.Store
@@ -81,10 +111,18 @@ class Judge:
     world_size: int
     timeout_s: Callable[..., float]
     observe: Callable[[], RankState]
+    seen_records: SeenRecords | None = None
     since: int = 0
     answered: int = 0
-    _states: Any = None  # of the ranks that have answered the latest question
-    _is_judge = _is_judged = False
+    ends_in_time: bool = True
+    has_timed_out: bool | None = None
+    # The latest state of each rank that has answered a question of this wait.
+    _states: dict[int, RankState] = field(default_factory=dict)
+    # The number of the latest question of this wait that all ranks have answered, or had the time
+    # to; 0: none.
+    _judged: int = 0
+    # The rank that judges, when this one has last looked; -1: none.
+    _judge_rank: int = -1
     _began_s = _asked_s = _line_due_s = _limit_s = 0.0
 
     def check(self, *, is_waiting: bool) -> Verdict | None:
@@ -93,14 +131,15 @@ class Judge:
         number = self.store.add("asked", begins)
         if begins:
             self.since, self._began_s, self._line_due_s = number, time.monotonic() - _WAITS_AFTER_S, _FIRST_LINE_S
+            self._states, self._judged = {}, 0
         elif not is_waiting:
             self.since = 0
             self.resign()
         if number == self.answered:
-            if self._is_judge:
+            if self._is_judge() or self._takes_over():
                 self._judge()
             return None
-        self.answered, self._asked_s, self._states, self._is_judged = number, time.monotonic(), {}, False
+        self.answered, self._asked_s = number, time.monotonic()
         state = self.observe()
         self.store.set(f"state/{self.rank}", json.dumps(state))
         if self.rank == 0 and self.store.check(["line"]):  # the user sees rank 0's output
@@ -109,43 +148,131 @@ class Judge:
         if state.status != "waiting":
             return None
         self._limit_s = self.timeout_s(state.pending())
-        self._is_judge = int(self.store.compare_set("judge", "", str(self.rank))) == self.rank
+        self._judge_rank = int(self.store.compare_set("judge", "", str(self.rank)))
         return json.loads(self.store.get("verdict")) if self.store.check(["verdict"]) else None
+
+    def pause_s(self) -> float:
+        """Return the seconds until the next check: few while the verdict on this wait is due."""
+        is_due_soon = bool(self.since) and self._late_s() >= -_CHECK_EVERY_S
+        return _CHECK_OFTEN_S if is_due_soon else _CHECK_EVERY_S
+
+    def _late_s(self) -> float:
+        """Return for how long the verdict on the timeout has been due; negative: it is not yet."""
+        waited_s = time.monotonic() - self._began_s
+        if self.has_timed_out is None:
+            return waited_s - (self._limit_s - _ABORT_MARGIN_S)
+        # Of another error, such as a closed connection, the timeout is no explanation.
+        return waited_s - _WAITS_AFTER_S if self.has_timed_out else -math.inf
+
+    def _is_judge(self) -> bool:
+        return self._judge_rank == self.rank
+
+    def _takes_over(self) -> bool:
+        """Become the judge if this rank waits and the judge gives no sign; whether it now is."""
+        asked_s = time.monotonic() - self._asked_s
+        if not self.since or (asked_s < _NO_SIGN_S and self._late_s() < _TAKE_OVER_S):
+            return False
+        # The first of several ranks succeeds: the key must name the judge that this rank knows.
+        judge = self.store.compare_set("judge", str(self._judge_rank), str(self.rank))
+        self._judge_rank = int(judge or -1)
+        return self._is_judge()
 
     def _judge(self) -> None:
         """Judge when all ranks have answered, or had the time to; ask again after a while."""
-        now_s, verdict = time.monotonic(), None
-        for rank in range(self.world_size) - self._states.keys():
-            if self.store.check([key := f"state/{rank}"]):
-                state = RankState.loads(self.store.get(key))
-                if state.status == "returned" or state.answers >= self.answered:
-                    self._states[rank] = state
-        if any(each.status == "stopped" for each in self._states.values()):
-            self._began_s, self._is_judged = now_s, True
-        waited_s, asked_s = now_s - self._began_s, now_s - self._asked_s
-        if not self._is_judged and (len(self._states) == self.world_size or asked_s >= _ANSWER_S):
-            self._is_judged, verdict = True, find_deadlock(self._states)
-        if not verdict and self._is_judged and waited_s >= self._limit_s - _ABORT_MARGIN_S:
-            verdict = Verdict(
-                what=waiting_line(self._states, self.world_size),
-                why=f"timeout={self._limit_s:g} s is over, and no deadlock could be proven",
-                fix="increase timeout= if the awaited rank is only slow, else make that rank reach the same call",
-            )
+        answers = self._read_answers()
+        asked_s = time.monotonic() - self._asked_s
+        is_debugged = any(state.status == "stopped" for state in self._answering().values())
+        verdict = None
+        had_time = len(answers) == self.world_size or asked_s >= _ANSWER_S
+        if self._judged < self.answered and had_time:
+            self._judged = self.answered
+            verdict = None if is_debugged else find_deadlock(answers)
+        if is_debugged:
+            self._began_s = time.monotonic()
+        is_judged = self._judged == self.answered
+        patience_s = 0.0 if is_judged else _LATE_ANSWER_S if self.ends_in_time else math.inf
+        if not verdict and self._late_s() >= patience_s:
+            verdict = self._timeout_verdict()
         if verdict:
             self.store.set("verdict", json.dumps(verdict))
-        elif waited_s >= self._line_due_s:
+        elif time.monotonic() - self._began_s >= self._line_due_s:
             self._line_due_s *= 2
-            self.store.set("line", waiting_line(self._states, self.world_size))
+            self.store.set("line", self._waiting_line())
         elif asked_s < _ASK_EVERY_S:
             return
         self.store.add("asked", 1)  # to answer it, each rank looks for what concerns it
 
+    def _read_answers(self) -> dict[int, RankState]:
+        """Read the states of ranks that have answered since the latest look.
+
+        Return the answers to the latest question. A rank that has returned answers no more, and
+        does not need to.
+        """
+        answers = {}
+        for rank in range(self.world_size):
+            state = self._states.get(rank)
+            if not (state and self._is_answer(state)) and self.store.check([f"state/{rank}"]):
+                state = RankState.loads(self.store.get(f"state/{rank}"))
+                if state.status == "returned" or state.answers >= self.since:
+                    self._states[rank] = state
+            if state and self._is_answer(state):
+                answers[rank] = state
+        return answers
+
+    def _is_answer(self, state: RankState) -> bool:
+        return state.status == "returned" or state.answers >= self.answered
+
+    def _answering(self) -> dict[int, RankState]:
+        """Return the states of ranks that answer; the latest question may be only a moment old."""
+        return {
+            rank: state
+            for rank, state in self._states.items()
+            if state.status == "returned" or state.answers >= self._judged
+        }
+
+    def _waiting_line(self) -> str:
+        """Say which ranks wait for which, and where those are, or were last seen."""
+        states, silent = self._answering(), dict[int, str]()
+        for rank in range(self.world_size):
+            has_answered = rank in states and self._is_answer(states[rank])
+            seen = self.seen_records.read(rank) if self.seen_records and not has_answered else None
+            if seen is None:
+                continue
+            text = seen.certain()
+            if not text and rank not in states:
+                text = seen.silence(had_time=self._judged > 0)
+            if text:
+                silent[rank] = text
+                states.pop(rank, None)
+        return waiting_line(states, self.world_size, silent)
+
+    def _timeout_verdict(self) -> Verdict:
+        reason = "a collective has timed out"
+        if self.has_timed_out is None:
+            reason = f"timeout={self._limit_s:g} s is over"
+        return Verdict(
+            what=self._waiting_line(),
+            why=f"{reason}, and no deadlock could be proven",
+            fix="increase timeout= if the awaited rank is only slow, else make that rank reach the same call",
+        )
+
     def resign(self) -> None:
         """Make way for another judge: the first of the waiting ranks to answer a new question."""
-        if self._is_judge:
-            self._is_judge = False
+        if self._is_judge():
+            self._judge_rank = -1
             self.store.delete_key("judge")
             self.store.add("asked", 1)
+
+
+def _silent_store(rank: int, stack: Stack) -> Verdict:
+    """Return the verdict on a collective that has timed out while the store does not answer."""
+    place = f"{call_site(stack)} in {operation(stack)}"
+    return Verdict(
+        what=f"rank {rank} has waited at {place}, and the store does not answer",
+        why="the process that serves the store, that of rank 0 if no launcher does, is stopped, or "
+        "cut off from the network, so that no rank can say where it is",
+        fix="look at the process of rank 0; increase timeout= if it is only slow",
+    )
 
 
 def _end_program(error: SyncError) -> None:
@@ -174,17 +301,22 @@ class Watchdog:
         on_hang: function that ends this process with an error; called in the watchdog thread.
         has_debugger: whether a user may stop ranks in pdb; then this thread alone ends what waits for too long.
         on_look: function that gets the main thread's stack twice a second and returns facts for the state of this rank.
+        seen_folder: private folder of the call, if all of its ranks are on this node, for the
+            records of where they were last seen; None: the store has them.
     """
 
     on_hang: Callable[[SyncError], None] = staticmethod(_end_program)
     on_look: Any = None
     has_debugger = False
+    seen_folder: Path | None = None
 
     _judge: Judge | None = None
     _stack: Stack | None = None
     _facts: Any = None
     _position: object = None
     _mark: Any = 0
+    _seen_records: SeenRecords | None = None
+    _seen_line: str | None = None
 
     @contextlib.contextmanager
     def watch(self, store: dist.Store, *, timeout_s: Callable[..., float], since_ns: int | None) -> Iterator[None]:
@@ -201,10 +333,15 @@ class Watchdog:
         except RuntimeError:  # a user's store that cannot be cloned for a second thread
             yield
             return
-        own_store.set_timeout(timedelta(seconds=10))  # so that a call fails if the store is lost
-        judge = Judge(own_store, dist.get_rank(), dist.get_world_size(), timeout_s, self._state)
+        own_store.set_timeout(timedelta(seconds=_STORE_S))  # so that a call fails if the store is lost
+        self._seen_records, self._process = self._open_records(own_store), Process.current()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        judge = Judge(own_store, rank, world_size, timeout_s, self._state, self._seen_records)
+        judge.ends_in_time = not self.has_debugger
         self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
-        self._is_over, self._stack = threading.Event(), None
+        self._is_over, self._stack, self._seen_line = threading.Event(), None, None
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            self._publish(line_of_stack(self._frames()))
         self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()
         try:
@@ -217,25 +354,56 @@ class Watchdog:
             self._is_over.set()
             self._thread.join(_ERROR_S)
             self._judge = None
-            with contextlib.suppress(RuntimeError):
-                judge.resign()
+            if not self._thread.is_alive():
+                with contextlib.suppress(RuntimeError):
+                    judge.resign()
+                if self._seen_records:
+                    self._seen_records.close()
+            self._seen_records = None
+
+    def begin(self, function: Any) -> None:
+        """Publish that the user's function begins: it may stop before the first look."""
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            self._publish(line_of_function(function))
+
+    def _open_records(self, store: dist.Store) -> SeenRecords | None:
+        if self.seen_folder is None:
+            return SeenKeys(store, dist.get_rank()) if can_overwrite(store) else None
+        try:
+            return SeenFiles(self.seen_folder, dist.get_rank())
+        except OSError:  # the disk is full, or the caller has left
+            return None
+
+    def _publish(self, line: str) -> None:
+        """Publish the main thread's line if it has changed; "" before the user's program begins."""
+        if self._seen_records and line and line != self._seen_line:
+            self._seen_line = line
+            self._seen_records.write(LastSeen(self._process, line))
 
     def explain(self, error: BaseException) -> BaseException:
         """Return a SyncError that explains an error of a torch collective by the states of all ranks, or the error."""
         stack = list(traceback.walk_tb(error.__traceback__))[::-1]
         is_ours = isinstance(error, dist.DistError) or (type(error) is RuntimeError and is_in_collective(stack))
-        verdict = self._tell(self._judge, "failed", stack) if self._judge and is_ours else None
+        verdict = None
+        if self._judge and is_ours:
+            has_timed_out = bool(_TIMED_OUT.search(str(error)))
+            verdict = self._tell(self._judge, "failed", stack, has_timed_out=has_timed_out)
         if not verdict:
             return error
         explained = SyncError(**verdict)
         explained.__cause__ = error
         return explained
 
-    def _tell(self, judge: Judge, status: str, stack: Stack) -> Verdict | None:
+    def _tell(self, judge: Judge, status: str, stack: Stack, *, has_timed_out: bool | None = None) -> Verdict | None:
         """Publish that this rank has "returned", or "failed" with an error of torch; return what explains the error."""
         self._is_over.set()
-        self._thread.join(_ERROR_S)
+        self._thread.join(_STORE_S if has_timed_out else _ERROR_S)
+        if has_timed_out and self._thread.is_alive():
+            # TCPStore has one lock for all requests of a connection, and the thread's request gets
+            # no answer: another request would wait for it without end.
+            return _silent_store(judge.rank, stack)
         self._status, self._stack, judge.since, verdict = status, stack, 0, None
+        judge.has_timed_out = has_timed_out
         end_s = time.monotonic() + _ERROR_S * (status == "failed")
         with contextlib.suppress(RuntimeError):  # the store is lost
             while (verdict := judge.check(is_waiting=True)) is None and time.monotonic() < end_s:
@@ -245,7 +413,7 @@ class Watchdog:
     def _run(self, judge: Judge) -> None:
         _allow_captures()
         with contextlib.suppress(RuntimeError):  # the store is lost
-            while not self._is_over.wait(_CHECK_EVERY_S):
+            while not self._is_over.wait(judge.pause_s()):
                 self._look()
                 verdict = judge.check(is_waiting=self._status == "waiting")
                 if verdict and not self._is_over.is_set():
@@ -270,6 +438,7 @@ class Watchdog:
             # The next call's frame has no mark, though it may have the same address. It is called under a debugger.
             self._mark = innermost.f_trace = lambda *_: None
         self._facts = self.on_look and self.on_look(stack)
+        self._publish(line_of_stack(stack))
         return any(frame.f_code is pdb.Pdb.interaction.__code__ for frame, _ in stack)
 
     def _frames(self) -> Stack:

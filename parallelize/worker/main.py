@@ -194,6 +194,7 @@ def refuse_during_task_load(name: str) -> None:
 def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSetup) -> None:
     changes = Changes(task.stateful, task.data) if world.is_main and task.layout.config.update_modules else None
     Watchdog.has_debugger = setup.has_keyboard
+    Watchdog.seen_folder = Path(setup.folder) if task.layout.num_nodes == 1 else None
     with active_run(task.layout.renumbered(), world) as runtime:
         runtime.watchdog.on_hang = shutdown.terminate
         setup.settings.apply_default_device()
@@ -253,6 +254,7 @@ def _call(task: Task, stop: StopHandler) -> Any:
 def call_function(task: Task) -> Any:
     """Return the function's value; blocks that it has started end before."""
     with current().ending_blocks():
+        current().watchdog.begin(task.function)
         try:
             return task.function(*task.args, **task.kwargs)
         except AttributeError as error:

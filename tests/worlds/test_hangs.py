@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import io
+import os
 import re
+import signal
 import subprocess
 import tempfile
 import time
@@ -187,6 +190,69 @@ def test_the_error_of_a_timeout_says_where_all_ranks_were() -> None:
     assert f"for rank 0, which is at {busy}" in text
     assert "timeout=8 s is over" in text
     assert caught.value.__notes__[-1] == "the others: rank 0: stopped"
+
+
+def stop_itself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(60)
+
+
+def wait_for_silent_rank(silent: int, fall_silent: Callable[[], None]) -> None:
+    if dist.get_rank() == silent:
+        fall_silent()
+    dist.all_reduce(torch.ones(4))
+
+
+SILENT: list[tuple[Callable[[], None], int, int, str]] = [
+    (stop_itself, 1, 15, r"which is stopped by a signal \(process \d+ on .*\)"),
+    (stop_itself, 0, 5, r"which is stopped by a signal \(process \d+ on .*\)"),
+    (
+        hold_the_gil,
+        1,
+        9,
+        r"which does not answer \(process \d+ on .* is stopped, or in compiled code that holds the GIL\)",
+    ),
+    (hold_the_gil, 0, 2, "which has not answered"),
+]
+
+
+@pytest.mark.parametrize(("fall_silent", "silent", "timeout", "reason"), SILENT)
+def test_a_rank_that_cannot_answer_is_named_with_its_last_line(
+    fall_silent: Callable[[], None], silent: int, timeout: int, reason: str
+) -> None:
+    """Whatever timeout= is, and whichever rank it is: its watchdog has published the line before."""
+    with pytest.raises(SyncError) as caught:
+        distributed(processes=2, timeout=timeout)(wait_for_silent_rank)(silent, fall_silent)
+    text = str(caught.value)
+    file = Path(__file__).name
+    assert re.search(rf"rank {1 - silent} waits at {file}:\d+ in all_reduce of float32\[4\] for rank {silent}", text)
+    assert re.search(rf"{reason}, last seen at {file}:\d+ in ", text), text
+
+
+def test_the_last_line_of_a_rank_under_torchrun(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """There is no folder of a call, so that the store has it."""
+    ran = run_script(
+        """
+        import os, signal, torch, torch.distributed as dist
+        from parallelize import distributed
+
+        @distributed(timeout=6)
+        def train():
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            dist.all_reduce(torch.ones(4))
+
+        train()
+        """,
+        launcher=TORCHRUN,
+        check=False,
+    )
+    assert re.search(
+        r"for rank 1, which is stopped by a signal \(.*\), last seen at script.py:\d+ in train", ran.stderr
+    )
 
 
 @distributed(processes=2, timeout=1234)

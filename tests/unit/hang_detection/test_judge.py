@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.hang_detection import watchdog
+from parallelize.hang_detection.last_seen import LastSeen, Process, SeenFiles
 from parallelize.hang_detection.rank_state import Collective, RankState
 from parallelize.hang_detection.watchdog import Judge, Watchdog
 
@@ -41,6 +47,7 @@ class World:
             for rank in range(size)
         ]
         self.status = ["waiting"] * (size - 1) + ["running"]
+        self.silent: set[int] = set()
         self.ended: dict[int, str] = {}
 
     def state(self, rank: int) -> RankState:
@@ -54,11 +61,12 @@ class World:
         """Return what ended the ranks, None for those that were not."""
         for _ in range(rounds):
             for rank, judge in enumerate(self.judges):
-                if self.status[rank] != "returned" and rank not in self.ended:
+                if self.status[rank] != "returned" and rank not in self.silent and rank not in self.ended:
                     verdict = judge.check(is_waiting=self.status[rank] == "waiting")
                     if verdict is not None:
                         self.ended[rank] = verdict["what"]
-        return {self.ended.get(rank) for rank, status in enumerate(self.status) if status == "waiting"}
+        waiting = [rank for rank, status in enumerate(self.status) if status == "waiting" and rank not in self.silent]
+        return {self.ended.get(rank) for rank in waiting}
 
     def leave(self, rank: int) -> None:
         self.judges[rank].resign()
@@ -109,6 +117,131 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     world.check(3)
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.0)
     assert world.check(3) == {LINE.replace("which is at a.py:1", "which has not answered")}
+
+
+def test_a_new_question_does_not_delay_the_verdict() -> None:
+    """Just before the limit a rank may begin to wait, and ask: a stopped rank then has no time to give no answer."""
+    world = World(4, timeout_s=4.0)
+    world.silent.add(3)
+    assert world.check(3) == {LINE.replace("which is at a.py:1", "which has not answered")}
+
+
+def test_a_rank_that_is_debugged_has_time_to_answer() -> None:
+    """No timeout of torch ends the ranks that wait for it, so that no verdict is urgent."""
+    world = World(4, timeout_s=4.0)
+    world.silent.add(3)
+    for judge in world.judges:
+        judge.ends_in_time = False
+    assert world.check(3) == {None}
+    world.silent.clear()
+    world.status[3] = "stopped"  # in pdb
+    assert world.check(3) == {None}
+
+
+def test_the_verdict_comes_although_the_judge_is_stopped() -> None:
+    """Another waiting rank takes over, and says where the judge was."""
+    world = World(4, timeout_s=4.0)
+    world.check(1)
+    world.silent.add(0)
+    text = "ranks 1-2 wait at a.py:1 in barrier for rank 0, which has not answered; rank 3, which is at a.py:1"
+    world.judges[0].store.delete_key("state/0")  # an answer would tell where it was
+    assert world.check(3) == {text}
+
+
+def test_a_deadlock_is_found_although_the_judge_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge asks every 4 s, so that none is at work if nobody asks for long."""
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.0)
+    world = World(4)
+    world.check(3)
+    world.silent.add(0)
+    world.leave(3)
+    world.check(1)
+    monkeypatch.setattr(watchdog, "_NO_SIGN_S", 0.0)
+    assert world.check(3) == {"ranks 1-2 wait at a.py:1 in barrier for rank 3, which has returned"}
+
+
+@pytest.mark.parametrize(("has_timed_out", "ends"), [(True, True), (False, False)], ids=["timed out", "closed"])
+def test_only_a_collective_that_has_timed_out_is_explained_by_its_timeout(has_timed_out: bool, ends: bool) -> None:
+    """A closed connection may come at any time, also after a timeout= that is shorter than the search."""
+    world = World(4, timeout_s=2.0)
+    world.status[1:] = 3 * ["running"]
+    world.judges[0].has_timed_out = has_timed_out
+    world.check(4)
+    assert (0 in world.ended) is ends
+
+
+def test_a_record_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    """Of a write that goes on, a reader may see a part."""
+    records, process = SeenFiles(tmp_path, 3), Process.current()
+    assert records.read(3) is None
+    records.write(LastSeen(process, "train.py:4 in step"))
+    size = (tmp_path / "seen.3").stat().st_size
+    records.write(LastSeen(process, 1000 * "é"))
+    assert (tmp_path / "seen.3").stat().st_size == size
+    records.write(LastSeen(process, "train.py:5 in step"))
+    assert records.read(3) == LastSeen(process, "train.py:5 in step")
+    record = (tmp_path / "seen.3").read_bytes()
+    (tmp_path / "seen.3").write_bytes(record.replace(b":5 in", b":6 in"))
+    assert records.read(3) is None
+    records.close()
+
+
+def test_the_state_of_a_silent_process_is_named() -> None:
+    """As far as it is certain: of a process on this machine that has not ended, and whose number is not used again."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        child = Process.current()._replace(pid=process.pid, started=int(fields[19]))
+        seen = LastSeen(child, "train.py:4 in step")
+        where = f"(process {process.pid} on {child.host}), last seen at train.py:4 in step"
+        assert not seen.certain()
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert seen.certain() == f"is stopped by a signal {where}"
+        assert not LastSeen(child._replace(machine="another"), "").certain()
+        assert seen._replace(process=child._replace(started=1)).certain() == f"has ended {where}"
+    finally:
+        process.kill()
+        process.wait()
+    assert seen.certain() == f"has ended {where}"
+    text = "is stopped, in compiled code that holds the GIL, or cut off from others"
+    assert text in LastSeen(child._replace(machine="another"), "").silence(had_time=True)
+
+
+STORE = """
+import torch.distributed as dist, sys
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_is_stopped_does_not_keep_the_error() -> None:
+    """It is that of rank 0 under srun; a request gets no answer then, and each further one would wait for it."""
+    server = subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout
+    store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    guard, is_stopped = Watchdog(), threading.Event()
+
+    def stop_server(_: object) -> None:
+        if not is_stopped.is_set():
+            os.kill(server.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, server.pid, os.WSTOPPED)
+            is_stopped.set()
+
+    guard.on_look = stop_server
+    try:
+        with guard.watch(store, timeout_s=lambda *_: 60.0, since_ns=None):
+            assert is_stopped.wait(20)
+            explained = guard.explain(dist.DistBackendError("Timed out waiting 14000ms"))
+            assert "the store does not answer" in str(explained)
+            assert explained.__cause__ is not None
+    finally:
+        server.kill()
+        server.communicate()
+        guard._thread.join()
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("size", "limit_s"), [(64, 0.05), (256, 0.2), (1024, 1.0)])
