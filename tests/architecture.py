@@ -101,7 +101,7 @@ ROOMS: Mapping[str, int] = {
     "config": 5_879,
     "data": 12_880,
     "hang_detection": 6_560,
-    "launchers": 17_525,
+    "launchers": 17_538,
     "plugins": 1_611,
     "precision": 6_991,
     "runtime": 12_350,

@@ -304,11 +304,16 @@ def _thread(target: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 def _request(task: Task) -> dict[str, str]:
-    """Return what must be the same on all nodes: the function, and its arguments as far as they are plain values."""
+    """Return what must be the same on all nodes: the function, and the arguments that are plain values.
+
+    A call on one node has nobody to compare its arguments with, which may be millions of numbers.
+    """
     layout = task.layout
     request = {"the call": f"{task.name}, {layout.num_nodes} nodes x {layout.local_world_size} processes"}
     with contextlib.suppress(OSError, TypeError):  # a notebook's, or one that is no function
         request["the source of the function"] = inspect.getsource(inspect.unwrap(task.function))
+    if layout.num_nodes == 1:
+        return request
     for name, value in (*enumerate(task.args), *task.kwargs.items()):
         with contextlib.suppress(TypeError, ValueError, RecursionError):  # no plain value
             request[f"argument {name!r}"] = json.dumps(value)
