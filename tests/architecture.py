@@ -93,7 +93,7 @@ ROOMS: Mapping[str, int] = {
     "backends": 18_232,
     "backends/balanced": 14_072,
     "block": 8_631,
-    "call": 10_713,
+    "call": 12_830,
     "checkpoint": 13_200,
     "cli": 3_481,
     "cluster": 3_381,

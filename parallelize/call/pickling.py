@@ -1,9 +1,10 @@
-"""Pickling of objects for another process of the same run; tensors are memory-mapped, not copied.
+"""Pickling of objects for another process of the same run; tensors and large arrays are mapped.
 
 `torch.save` writes a file with cloudpickle as its pickler: functions and classes that cannot be
 imported are pickled by value, and tied tensors stay tied. The reader maps the file copy-on-write:
 pages are read on first access, and each process has private tensors. (In shared memory, all ranks
-would train the same tensors.) The file may be deleted while it is mapped.
+would train the same tensors.) The file may be deleted while it is mapped. NumPy's arrays travel as
+tensors over their memory; `arrays` says how.
 
 A worker runs no script, so the functions and classes of its `__main__` come from the pickled task
 (`populate_main`). Its spawned children, such as DataLoader workers, get them by value, too.
@@ -29,9 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from parallelize.call.arrays import (
+    Mappings,
+    bytes_of,
+    has_plain_elements,
+    reduce_array,
+    reduce_memmap,
+)
 from parallelize.call.reachable import (
     CONTAINERS,
     PROXY,
@@ -59,6 +68,10 @@ __all__ = [
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _MAX_DECORATORS = 9
+# Objects that consist of others, or are too small to be weighed.
+_WEIGHTLESS = frozenset(
+    {bool, complex, dict, float, frozenset, int, list, set, tuple, types.NoneType},
+)
 _CACHED: Any = type(functools.lru_cache(id))
 
 
@@ -68,10 +81,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     Attributes:
         on_object: called with each object.
         for_rank: whether the reader runs the same script: its `__main__` has the same classes.
+        maps_arrays: whether large arrays are pickled as tensors, for torch.save.
+        mappings: the files that this process has mapped, for a reader on the same machine; None:
+            arrays of files are pickled by value.
     """
 
     on_object: Any = id  # does nothing
     for_rank = False
+    maps_arrays = False
+    mappings: Mappings | None = None
 
     def reducer_override(self, obj: Any) -> Any:
         self.on_object(obj)
@@ -97,6 +115,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return object.__new__, (kind,), {key: vars(obj)[key] for key in own if key != "step"}
         if kind is torch.Generator and obj.device.type != "cpu":  # on the reader's own device, which `load` sets
             return kind, (obj.device.type,), obj.get_state(), None, None, kind.set_state
+        if is_a(obj, np.ndarray) and (mapped := self._reduce_mapped(obj)) is not None:
+            return mapped
         if isinstance(obj, BaseException) and kind.__reduce__ is _builtin_base(kind).__reduce__:
             reduced: Any = obj.__reduce__()
             return _rebuild_exception, (kind, reduced[1]), *reduced[2:]
@@ -106,6 +126,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             has_attributes = any(type(each) is dict for each in reduced[2:3])
             return (*(*reduced, None, None)[:5], _set_attributes) if has_attributes else reduced
         return super().reducer_override(obj)
+
+    def _reduce_mapped(self, array: Any) -> Any:
+        by_path = reduce_memmap(array, self.mappings) if self.mappings is not None else None
+        if by_path is not None:
+            return by_path
+        return reduce_array(array) if self.maps_arrays else None
 
     def _is_by_value(self, function: Any) -> bool:
         module = sys.modules.get(getattr(function, "__module__", ""))
@@ -211,6 +237,7 @@ def dump(
     on_object: Callable[[Any], object] = id,
     raises: type[ParallelizeError] = ConfigError,
     fix: str = _FIX,
+    is_local: bool = False,
 ) -> None:
     """Pickle `obj` to a file, atomically.
 
@@ -223,12 +250,19 @@ def dump(
         raises: class of the exception, which names the variable, item or attribute that cannot be
             pickled.
         fix: how the user fixes that.
+        is_local: whether only processes of this machine read it, at once: an np.memmap is sent as
+            the path of its file.
 
     Raises:
         LaunchError: there is no space for the file.
     """
-    attributes = {"on_object": staticmethod(on_object), "for_rank": not isinstance(file, Path)}
-    pickler = type("Pickler", (_Pickler,), attributes)
+    attributes = {
+        "on_object": staticmethod(on_object),
+        "for_rank": not isinstance(file, Path),
+        "maps_arrays": True,
+        "mappings": Mappings() if is_local else None,
+    }
+    pickler: Any = type("Pickler", (_Pickler,), attributes)
     module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
     written = file.with_name(f"{file.name}.part") if isinstance(file, Path) else file
     # Not torch.save, which in a run asks the store of the ranks: that may be lost by now.
@@ -237,10 +271,14 @@ def dump(
     try:
         try:
             save(obj, written)
-        except RuntimeError:  # torch's, on a full disk
-            if not isinstance(written, Path):
+        except RuntimeError as exc:
+            # torch.save refuses memory of which it gets tensors of two types, as of an array and
+            # its view: such arrays are copied into the pickle.
+            pickler.maps_arrays = "as different types" not in str(exc)
+            if pickler.maps_arrays and not isinstance(written, Path):
                 raise
-            with written.open("wb") as opened:  # slower, and raises the system's error
+            # Else it may be a full disk. This is slower, and raises the system's error.
+            with _opened(written) as opened:
                 save(obj, opened)
     except Exception as exc:  # a user's __reduce__ may raise anything
         if isinstance(written, Path):
@@ -257,6 +295,18 @@ def dump(
         raise raises(f"{name} cannot be pickled", why=why, fix=fix) from exc
     if isinstance(file, Path) and isinstance(written, Path):
         written.replace(file)
+
+
+@contextlib.contextmanager
+def _opened(file: Path | io.BytesIO) -> Iterator[Any]:
+    """Open a file, or empty a buffer, to write it anew."""
+    if isinstance(file, Path):
+        with file.open("wb") as opened:
+            yield opened
+    else:
+        file.seek(0)
+        file.truncate()
+        yield file
 
 
 def full_disk_error(folder: Path, what: str = "") -> LaunchError:
@@ -331,8 +381,9 @@ class Trial(_Pickler):
 
     Args:
         obj: any object.
-        at_most: number of bytes, with those of the tensors that are not trained.
-        stand_in: returns what is pickled in place of an object; None: the object itself.
+        at_most: number of bytes. An object that weighs more is not pickled to find that out.
+        stand_in: returns what is pickled in place of an object; None: the object itself. By default
+            an id stands for a tensor or array, which weighs its bytes unless it is trained.
 
     Attributes:
         code: the functions and classes that were pickled, and decorated functions.
@@ -345,10 +396,12 @@ class Trial(_Pickler):
         obj: object,
         *,
         at_most: float = math.inf,
-        stand_in: Callable[[Any], object] = lambda it: id(it) if is_a(it, torch.Tensor) else None,
+        stand_in: Callable[[Any], object] | None = None,
     ) -> None:
         super().__init__(self)  # this object is the file, too
-        self._left, self._stand_in, self._hash = at_most, stand_in, hashlib.blake2b()
+        self._left = at_most
+        self._stand_in = stand_in or self._weigh_elements
+        self._hash = hashlib.blake2b()
         self.code: list[Any] = []
         self.error: Exception | None = None
         self.digest = b""
@@ -361,10 +414,10 @@ class Trial(_Pickler):
 
     def write(self, data: Any) -> None:
         """Count and hash a part of the pickle."""
-        self._hash.update(data)
         self._left -= memoryview(data).nbytes
         if self._left < 0:
             raise OverflowError("too large")
+        self._hash.update(data)
 
     def on_object(self, obj: object) -> None:
         """Note code."""
@@ -372,10 +425,21 @@ class Trial(_Pickler):
             self.code.append(obj)
 
     def persistent_id(self, obj: Any) -> object:
-        """Count the bytes of a tensor, and return what stands for an object."""
-        if is_a(obj, torch.Tensor) and not obj.requires_grad:
-            self._left -= obj.nbytes
-        return self._stand_in(obj)
+        """Return what stands for an object; refuse one that weighs too much before it is copied."""
+        if type(obj) in _WEIGHTLESS:
+            return None
+        stand_in = self._stand_in(obj)
+        if stand_in is None and bytes_of(obj) > self._left:
+            raise OverflowError("too large")
+        return stand_in
+
+    def _weigh_elements(self, obj: Any) -> object:
+        is_tensor = is_a(obj, torch.Tensor)
+        if not (is_tensor or has_plain_elements(obj)):
+            return None
+        if not (is_tensor and obj.requires_grad):
+            self._left -= bytes_of(obj)
+        return id(obj)
 
 
 # Functions and modules

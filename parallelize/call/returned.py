@@ -11,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from parallelize.call.arrays import is_in_file
 from parallelize.call.pickling import Trial
 from parallelize.call.reachable import (
     CODE,
@@ -38,7 +42,10 @@ __all__ = ["Changes", "bytes_of_models", "data_of", "restore", "unreturned_warni
 _OF_TORCH = frozenset({"training", "defaults", "param_groups", "state"})
 # Not data. What datasets, samplers and loaders count or cache is not the result of a call.
 _IGNORED = (*CODE, types.ModuleType, logging.Filterer, Dataset, Sampler, DataLoader)
-_MAX_BYTES = 2**17  # larger objects are data, and not compared
+# What weighs more is data: a comparison may not cost what a copy of it would.
+_MAX_BYTES = 2**17
+_MAX_BYTES_OF_TENSOR = 2**15  # as a list of numbers up to four times as much
+_MAX_ATTRIBUTES = 1000
 _MAX_SHOWN = 5
 
 
@@ -93,30 +100,103 @@ class Changes:
     def __init__(self, stateful: Sequence[Any], data: Callable[[], Mapping[str, object]]) -> None:
         self._stateful, self._data = stateful, data
         self._returned = {id(part): part for item in stateful for part in _parts(item)}
-        self._before = self._digests()
+        self._before = self._looks()
 
     def found(self) -> dict[str, Any]:
         """Return the states, by index, and the names of other objects that have changed."""
         states = {index: _state_of(item) for index, item in enumerate(self._stateful)}
-        after, before = self._digests(), self._before
+        changed = []
+        for name, look in self._looks().items():
+            earlier = self._before.get(name)
+            if earlier is None or look.differs_from(earlier):
+                changed.append(name)
         return {
             "states": {index: state for index, state in states.items() if state is not None},
-            "unreturned": sorted(name for name in after if after[name] != before.get(name)),
+            "unreturned": sorted(changed),
         }
 
-    def _digests(self) -> dict[str, bytes]:
-        return {
-            name: Trial(item, at_most=_MAX_BYTES, stand_in=self._stand_in).digest for name, item in self._data().items()
-        }
+    def _looks(self) -> dict[str, _Look]:
+        return {name: _Look(item, self._returned) for name, item in self._data().items()}
+
+
+class _Look:
+    """What an object looks like at one time, to tell whether it has changed.
+
+    Small objects are looked at whole. Of large tensors and arrays, identity and version are noted:
+    they are not read. Larger objects of other types, and their parts, always look the same.
+
+    Args:
+        item: the object.
+        returned: what comes back from the call, by id.
+    """
+
+    def __init__(self, item: object, returned: Mapping[int, object]) -> None:
+        self._returned = returned
+        self._large = list[_Large]()
+        self._digest = Trial(item, at_most=_MAX_BYTES, stand_in=self._stand_in).digest
+        # A class may pickle a copy, which is gone by now, and is another one the next time.
+        for large in self._large:
+            large.is_temporary = large.reference() is None
+
+    def differs_from(self, earlier: _Look) -> bool:
+        """Whether the object has changed since an earlier look at it."""
+        if self._digest != earlier._digest:
+            return True
+        if not self._digest:  # it weighs too much, or cannot be pickled
+            return False
+        pairs = zip(self._large, earlier._large, strict=True)  # their number is in the digest
+        return any(large.differs_from(before) for large, before in pairs)
 
     def _stand_in(self, item: Any) -> object:
         if id(item) in self._returned or is_a(item, _IGNORED):
             return id(item)
-        if not is_a(item, torch.Tensor):
-            return None
-        has_elements = item.layout is torch.strided and not item.is_meta
-        elements = item.detach().flatten().tolist() if has_elements else id(item)
-        return str(item.dtype), tuple(item.shape), elements
+        if is_a(item, torch.Tensor):
+            if _is_small(item):
+                return str(item.dtype), tuple(item.shape), item.detach().flatten().tolist()
+            self._large.append(_Large(weakref.ref(item), _version_of(item)))
+            shape = "" if item.is_nested else tuple(item.shape)
+            return len(self._large), str(item.dtype), shape
+        if is_a(item, np.ndarray) and (item.nbytes > _MAX_BYTES or is_in_file(item)):
+            self._large.append(_Large(weakref.ref(item), None))
+            return len(self._large), str(item.dtype), item.shape
+        return None
+
+
+@dataclass
+class _Large:
+    """A tensor or array that is not read.
+
+    Attributes:
+        reference: leads to it as long as it lives: its id may be another object's later.
+        version: what changes when it is written to, as far as that can be told.
+        is_temporary: whether it was made to be pickled.
+    """
+
+    reference: weakref.ref[Any]
+    version: object
+    is_temporary: bool = False
+
+    def differs_from(self, earlier: _Large) -> bool:
+        """Whether another object has taken the place of the earlier one, or it was written to."""
+        if self.is_temporary or earlier.is_temporary:
+            return False
+        is_same = self.reference() is earlier.reference()
+        return not is_same or self.version != earlier.version
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a tensor may be compared."""
+    has_elements = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
+    return has_elements and tensor.nbytes <= _MAX_BYTES_OF_TENSOR
+
+
+def _version_of(tensor: torch.Tensor) -> object:
+    """Return how often a tensor was written to, and where its elements are."""
+    version = 0 if tensor.is_inference() else tensor._version  # torch does not count their writes
+    try:
+        return version, tensor.data_ptr()
+    except RuntimeError:  # it has no memory of its own, such as a sparse one
+        return version, 0
 
 
 def _parts(item: Any) -> Iterable[object]:
@@ -133,8 +213,8 @@ def data_of(name: str, item: object) -> dict[str, object]:
         is_own = is_user_code(type(item).__module__) and is_a(item, (nn.Module, Optimizer))
         public = {key for key in attributes if is_own and not key.startswith("_")}
         attributes = {key: attributes[key] for key in public - _OF_TORCH}
-    elif not attributes or is_a(item, CONTAINERS):
-        return {name: item}
+    elif not 0 < len(attributes) <= _MAX_ATTRIBUTES or is_a(item, CONTAINERS):
+        return {name: item}  # compared whole
     shown = {f"{name}.{key}": value for key, value in attributes.items()}
     return {key: value for key, value in shown.items() if not is_a(value, _IGNORED)}
 

@@ -88,8 +88,12 @@ class Task:
             found |= data_of(name, item)
         return found
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, *, is_local: bool = False) -> None:
         """Write the call to a file for the workers.
+
+        Args:
+            path: the file.
+            is_local: whether the workers start now on this machine: a np.memmap is the same file there.
 
         Raises:
             ConfigError: an argument, or a variable that the function uses, cannot be pickled.
@@ -111,7 +115,7 @@ class Task:
             call.values.code.extend([item] if is_a(item, CODE) else ())
 
         pickle_by_value_unless_importable(self.function)
-        dump(call, path, parts=parts, on_object=see)
+        dump(call, path, parts=parts, on_object=see, is_local=is_local)
         size, free = bytes_of_models(self.stateful), shutil.disk_usage(path.parent).free
         if free < size and self.layout.config.update_modules:
             raise full_disk_error(path.parent, f": {free:,} bytes are free, and models of {size:,} bytes come back")

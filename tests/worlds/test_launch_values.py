@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,6 +166,108 @@ def test_a_hundred_megabytes_there_and_back(make: Any) -> None:
     large = make()
     ((returned,), _) = echo(large)
     assert torch.equal(returned, large) if isinstance(large, torch.Tensor) else returned == large
+
+
+def memory_of(name: str) -> int:
+    """Return a number of /proc/self/smaps_rollup or /proc/self/status in bytes.
+
+    Private_Dirty has pages of the page cache that are not on the disk yet: Anonymous are this process's own.
+    """
+    for file in ("smaps_rollup", "status"):
+        for line in Path("/proc/self", file).read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+@distributed(processes=2)
+def read(item: Any) -> int:
+    """Return by how much reading has grown what only this process has."""
+    before = memory_of("Anonymous")
+    for part in item if isinstance(item, list) else [item]:
+        part.sum()
+    return memory_of("Anonymous") - before
+
+
+@distributed(processes=2)
+def most_memory(item: Any, *, writes: bool = False) -> int:
+    """Return the most memory that this process has had."""
+    if writes:
+        item += 1
+    return memory_of("VmHWM")
+
+
+SIZE = 64 * MIB
+LARGE: dict[str, Callable[[Path], Any]] = {
+    "tensor": lambda _: torch.ones(SIZE // 4),
+    "array": lambda _: np.ones(SIZE // 8),
+    "Fortran": lambda _: np.ones((1024, SIZE // 8192), order="F"),
+    "list of arrays": lambda _: [np.ones(SIZE // 8000) for _ in range(1000)],
+    "memmap": lambda path: np.memmap(path, dtype=np.float64, mode="c"),
+    "slice of a memmap": lambda path: np.asarray(np.memmap(path, dtype=np.float64, mode="c"))[::2],
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_argument_costs_its_own_bytes(name: str, tmp_path: Path) -> None:
+    """Its pages are the page cache's until a rank writes them; no rank copies it to compare it with itself later."""
+    np.ones(SIZE // 8).tofile(tmp_path / "x")
+    item = LARGE[name](tmp_path / "x")
+    most_alone = max(most_memory.all_ranks(None))
+    assert max(most_memory.all_ranks(item)) - most_alone < SIZE // 4
+    assert max(read.all_ranks(item)) < SIZE // 4
+    if not isinstance(item, list):
+        with warnings.catch_warnings():  # a tensor that is written to is named
+            warnings.simplefilter("ignore")
+            assert max(most_memory.all_ranks(item, writes=True)) - most_alone < SIZE * 1.4
+
+
+def test_a_large_array_that_is_returned_is_mapped() -> None:
+    """The caller gets it as it gets a tensor: copied where it writes to it."""
+    before = memory_of("Anonymous")
+    array = ones(SIZE // 8)
+    assert array.sum() == SIZE // 8
+    assert memory_of("Anonymous") - before < SIZE // 4
+    array += 1
+    assert array[-1] == 2.0
+
+
+@distributed(processes=2)
+def ones(length: int) -> Any:
+    return np.ones(length)
+
+
+@distributed(processes=2)
+def write_own_row(rows: Any) -> Any:
+    """Write this rank's row of a file, and return the rows that were private to no process."""
+    rows[dist.get_rank()] = dist.get_rank() + 1.0
+    dist.barrier()
+    return rows
+
+
+def test_a_memmap_is_one_file_for_all_processes(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """What ranks write is in the caller's memmap; one that is returned is content, its file may be a temporary one."""
+    rows = np.memmap(tmp_path / "rows", dtype=np.float64, mode="w+", shape=(2, 10_000))
+    returned = write_own_row(rows)
+    assert (rows[0] == 1.0).all()
+    assert (rows[1] == 2.0).all()
+    assert [str(each.message) for each in recwarn] == []
+    np.testing.assert_array_equal(returned, rows)
+    returned[:] = 0.0
+    assert rows[1, 0] == 2.0
+
+
+@distributed(processes=2)
+def add_one(x: torch.Tensor) -> float:
+    return x.add_(1)[0].item()
+
+
+def test_a_large_tensor_that_was_written_to_is_named() -> None:
+    """The caller has its own; the workers' copies do not come back."""
+    x = torch.zeros(MIB)
+    with pytest.warns(UserWarning, match="^x changed in the workers and does not come back"):
+        assert add_one(x) == 1.0
+    assert x[0] == 0.0
 
 
 def test_tensors_of_every_kind() -> None:

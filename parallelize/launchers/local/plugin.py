@@ -115,7 +115,7 @@ class LocalLauncher(Launcher):
         variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
         workers = Workers(task.layout.local_world_size, variables, is_preloaded=self.start_method != "spawn")
         with _call_folder() as folder, contextlib.closing(workers):
-            task.write(task_path(folder))
+            task.write(task_path(folder), is_local=True)
             keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
             with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
                 setup = WorkerSetup.capture(task.layout, folder=str(folder), environ=variables)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import logging
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from parallelize.call.returned import Changes, data_of, restore, unreturned_warning
 from parallelize.call.task import Outcome
@@ -213,6 +216,137 @@ def test_changes_are_named(name: str) -> None:
     assert changes.found()["unreturned"] == []
     change(it)
     assert changes.found()["unreturned"] == names
+
+
+MIB = 2**20
+
+
+class Copies:
+    """Pickles a copy of its elements, as classes of compiled libraries do."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.elements = make()
+
+    def __reduce__(self) -> Any:
+        return Copies, (self.elements + 0,)
+
+
+class Scaled(torch.Tensor):
+    """A subclass of a user's own."""
+
+
+def in_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(MIB)
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.ones(4 * MIB),
+    "bytes of a tensor": lambda: torch.ones(16 * MIB, dtype=torch.uint8),
+    "requires grad": lambda: torch.ones(4 * MIB, requires_grad=True),
+    "expanded": lambda: torch.ones(1).expand(10**9),
+    "slice": lambda: torch.ones(2048, 4096)[:, ::2],
+    "subclass": lambda: torch.ones(4 * MIB).as_subclass(Scaled),
+    "sparse": lambda: torch.ones(1024, 1024).to_sparse(),
+    "sparse rows": lambda: torch.ones(1024, 1024).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4 * MIB), 1.0, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(MIB), torch.ones(2 * MIB)], layout=torch.jagged),
+    "meta": lambda: torch.ones(4 * MIB, device="meta"),
+    "inference": in_inference,
+    "storage": lambda: torch.ones(4 * MIB).untyped_storage(),
+    "dataset": lambda: TensorDataset(torch.ones(4 * MIB)),
+    "array": lambda: np.ones(2 * MIB),
+    "slice of an array": lambda: np.ones((2048, 2048))[:, ::2],
+    "masked array": lambda: np.ma.masked_less(np.ones(2 * MIB), 0.5),
+    "records": lambda: np.zeros(MIB, dtype=[("a", "U3"), ("b", "f4")]),
+    "objects": lambda: np.array([None] * MIB, dtype=object),
+    "array.array": lambda: array.array("d", bytes(16 * MIB)),
+    "bytes": lambda: bytes(16 * MIB),
+    "bytearray": lambda: bytearray(16 * MIB),
+    "text": lambda: "\N{GREEK SMALL LETTER ALPHA}" * (8 * MIB),
+    "list": lambda: [float(index) for index in range(MIB)],
+    "set": lambda: set(range(MIB)),
+    "dict": lambda: {index: [index] for index in range(2**18)},
+    "list of tensors": lambda: [torch.ones(64) for _ in range(2**15)],
+    "attributes": lambda: SimpleNamespace(**{f"a{index}": 1 for index in range(2**16)}),
+}
+
+
+def bytes_to_compare(item: object) -> int:
+    """Return the memory that Python and NumPy take at most for the comparisons of a call that changes nothing."""
+    objects = {"alone": item, "inner": [1, item], "attribute": SimpleNamespace(item=item, count=1)}
+
+    def data() -> dict[str, object]:
+        return {key: value for name, each in objects.items() for key, value in data_of(name, each).items()}
+
+    tracemalloc.start()
+    try:
+        unreturned = Changes([], data).found()["unreturned"]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert unreturned == []
+    return most
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # types of tensors that torch is not sure about
+@pytest.mark.parametrize("name", LARGE)
+def test_a_comparison_copies_no_large_object(name: str) -> None:
+    """Whatever its type is, and wherever it is found: it is data, and a copy of it may not fit."""
+    assert bytes_to_compare(LARGE[name]()) < 4 * MIB
+
+
+def test_a_comparison_copies_no_data_frame() -> None:
+    """Of numbers, and of text, which pandas may keep as arrays of objects or buffers of Arrow."""
+    pandas = pytest.importorskip("pandas")
+    for column in (np.ones(2 * MIB), [f"row {index}" for index in range(2**18)]):
+        assert bytes_to_compare(pandas.DataFrame({"x": column})) < 2 * MIB
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.tensor, self.array = torch.ones(MIB), np.ones(MIB)
+        self.both = {"tensor": torch.ones(MIB), "array": np.ones(MIB), "count": 1}
+        self.copies = [Copies(lambda: np.ones(MIB)), Copies(lambda: torch.ones(MIB))]
+        self.inference = in_inference()
+        self.meta = torch.ones(MIB, device="meta")
+
+
+LARGE_CHANGES: dict[str, tuple[Callable[[Holder], object], list[str]]] = {
+    "nothing": (lambda it: it, []),
+    "read": (lambda it: (it.tensor.sum(), it.tensor[5:], it.array.sum(), it.both["tensor"] + 1), []),
+    "tensor in place": (lambda it: it.tensor.add_(1), ["it.tensor"]),
+    "an element": (lambda it: it.tensor.__setitem__(7, 2.0), ["it.tensor"]),
+    "a view of a tensor": (lambda it: it.tensor[5:].view(-1).zero_(), ["it.tensor"]),
+    "another tensor": (lambda it: setattr(it, "tensor", torch.ones(MIB)), ["it.tensor"]),
+    "other elements": (lambda it: setattr(it.tensor, "data", torch.zeros(MIB)), ["it.tensor"]),
+    "another array": (lambda it: setattr(it, "array", np.ones(MIB)), ["it.array"]),
+    "in a dict": (lambda it: it.both["tensor"].mul_(2), ["it.both"]),
+    "another in a dict": (lambda it: it.both.update(array=np.ones(MIB)), ["it.both"]),
+    "beside large ones": (lambda it: it.both.update(count=2), ["it.both"]),
+    "smaller": (lambda it: it.both.update(tensor=torch.ones(1)), ["it.both"]),
+    "another of inference mode": (lambda it: setattr(it, "inference", torch.ones(MIB)), ["it.inference"]),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_CHANGES)
+def test_changes_of_large_tensors_are_named(name: str) -> None:
+    """By identity and version; the small parts beside them as ever; copies that a class pickles are not compared."""
+    change, names = LARGE_CHANGES[name]
+    it = Holder()
+    changes = Changes([], lambda: data_of("it", it))
+    change(it)
+    assert changes.found()["unreturned"] == names
+
+
+@pytest.mark.parametrize("mode", ["r+", "c"])
+def test_what_is_written_to_a_file_is_not_lost(tmp_path: Path, mode: Any) -> None:
+    """A memmap's changes are in its file, but not those of a private one."""
+    np.zeros(100).tofile(tmp_path / "x")
+    memmap = np.memmap(tmp_path / "x", dtype=np.float64, mode=mode)
+    changes = Changes([], lambda: {"whole": memmap, "part": memmap[:50], "plain": np.asarray(memmap)})
+    memmap[3] = 1.0
+    assert changes.found()["unreturned"] == ([] if mode == "r+" else ["part", "plain", "whole"])
 
 
 def test_the_warning() -> None:
