@@ -22,6 +22,7 @@ import hashlib
 import os
 import socket
 import struct
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ from parallelize.torch_patches.whole_file import TemporaryFile, temporary_file
 __all__ = ["atomic_saves"]
 
 _VERSION = struct.Struct("<16sq")  # digest of a path, and how often it was saved
-_MEMORY_FILE = "/proc/{process}/fd/{descriptor}"  # Linux: opens the file of another process
+_NAME = "parallelize-saves"
 
 
 class _SharedVersions:
@@ -54,9 +55,8 @@ class _SharedVersions:
         self._thread = threading.Lock()  # flock does not part the threads of one process
         self._end = 0
         if store.add(self._key, 1) == 1:
-            self._descriptor = os.memfd_create("parallelize-saves")
-            shared = _MEMORY_FILE.format(process=os.getpid(), descriptor=self._descriptor)
-            store.set(f"{self._key}/file", shared)
+            self._descriptor = _memory_file()
+            store.set(f"{self._key}/file", f"{os.getpid()} {self._descriptor}")
 
     def rename(self, temporary: TemporaryFile, version: int, *, is_rank_0: bool) -> None:
         """Let a file replace its target, unless a file of this version or a later one has done so.
@@ -93,9 +93,10 @@ class _SharedVersions:
     def _open(self) -> int:
         # The store is lost after a failure, when a user's `finally` block saves. Some systems hide
         # a process from others of the same user. Such a rank renames each file that it saves.
-        with contextlib.suppress(dist.DistError, RuntimeError, OSError):
-            return os.open(self._store.get(f"{self._key}/file"), os.O_RDWR)
-        return os.memfd_create("parallelize-saves")
+        with contextlib.suppress(dist.DistError, RuntimeError, OSError, ValueError):
+            process, descriptor = map(int, self._store.get(f"{self._key}/file").split())
+            return _opened_memory_file(process, descriptor)
+        return _memory_file()
 
     def _read(self, descriptor: int) -> dict[bytes, int]:
         """Return the versions, after reading what ranks have appended since the last time."""
@@ -103,6 +104,41 @@ class _SharedVersions:
         self._latest.update(_VERSION.iter_unpack(appended))
         self._end += len(appended)
         return self._latest
+
+
+def _memory_file() -> int:
+    """Return a descriptor of a new file that has no name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(_NAME)
+    # Not Linux: no other process can open it, so that each rank renames each file that it saves.
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _opened_memory_file(process: int, descriptor: int) -> int:
+    """Open the memory file of another process of this user.
+
+    The numbers are from a store, where a stranger may have written others: those of a file that
+    must not be written to. The kernel shows the name that only `memfd_create` gives.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    link = Path(f"/proc/{process}/fd/{descriptor}")
+    _require_memory_file(link)
+    opened = os.open(link, os.O_RDWR)
+    try:
+        # Between the two lines the number may have become another file's.
+        _require_memory_file(Path(f"/proc/self/fd/{opened}"))
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _require_memory_file(link: Path) -> None:
+    if not str(link.readlink()).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(link)
 
 
 @contextlib.contextmanager

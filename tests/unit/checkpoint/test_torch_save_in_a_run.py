@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -68,3 +70,17 @@ def test_no_store_gets_a_key(tmp_path: Path, kind: str) -> None:
     assert victim.read_text() == "important"
     assert len({path.read_bytes() for path in folder.glob("*.pt")}) == 1
     assert len(list(folder.iterdir())) == 21
+
+
+def test_a_file_that_a_stranger_names_is_not_written(tmp_path: Path) -> None:
+    """Whoever reaches the store may name a file that this process has open; no version is written to it."""
+    important = tmp_path / "important"
+    important.write_text("kept")
+    with important.open("r+") as file:
+        store = dist.HashStore()
+        store.add(f"saves/{socket.gethostname()}", 1)
+        store.set(f"saves/{socket.gethostname()}/file", f"{os.getpid()} {file.fileno()}")
+        with atomic_saves(store, rank=1):
+            torch.save(torch.ones(2), tmp_path / "a.pt")
+    assert important.read_text() == "kept"
+    assert torch.load(tmp_path / "a.pt").tolist() == [1, 1]
