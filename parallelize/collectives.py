@@ -15,6 +15,7 @@ from parallelize.hang_detection.stack_frames import call_site
 from parallelize.runtime import context, differentiable
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.fingerprint import digest
+from parallelize.runtime.gather import gather_objects
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first", "num_processes"]
 
@@ -136,8 +137,7 @@ def main_first() -> Iterator[None]:
 
 def _raise_remote_failure(failure: BaseException | None) -> None:
     """Exchange failures between ranks; raise SyncError if another rank has failed and this rank has not."""
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else f"{type(failure).__name__}: {failure}")
+    failures = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     for rank, text in enumerate(failures):
         if text is not None and failure is None:
             raise SyncError(
@@ -209,8 +209,7 @@ def _check_same_call(call: str, x: Any) -> None:
     text = f"{call} of {_signature(x)}" if x is not None else call
     if len(set(differentiable.all_gather(digest(text)).tolist())) == 1:
         return
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, f"{text} ({call_site()})")
+    texts = gather_objects(f"{text} ({call_site()})")
     raise SyncError(
         "processes differ: " + "; ".join(f"rank {rank} is at {each}" for rank, each in enumerate(texts)),
         why="a collective needs the same call on every process",

@@ -132,6 +132,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.distributed.distributed_c10d": {
         "_abort_process_group": ("remove the groups of a failed call", "a failed call waits for other ranks"),
         "_get_default_store": ("get the default group's store", "calls fail"),
+        "_object_to_tensor": ("sign the pickles of torch's collectives of objects", "calls of several processes fail"),
+        "_tensor_to_object": ("refuse pickles of strangers", "calls of several processes fail"),
         "_set_pg_timeout": (
             "give the run's group the timeout of a script",
             "such scripts fail",

@@ -35,6 +35,7 @@ from parallelize.collectives import num_processes
 from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
 from parallelize.runtime import context
 from parallelize.runtime.containers import is_entangled, leaves, map_leaves
+from parallelize.runtime.gather import gather_objects
 from parallelize.runtime.group_abort import is_interrupted
 from parallelize.runtime.process_group import separate_group
 from parallelize.runtime.rng import global_generators
@@ -129,9 +130,8 @@ def gather(value: Any) -> list[Any]:
     """Return the value of each rank; hang detection names a rank that is missing. After Ctrl-C, only of this one."""
     if num_processes() == 1 or is_interrupted():
         return [value]
-    run, found = context.current(), [None] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=separate_group(run.world, run.device, backend="gloo"))
-    return found
+    run = context.current()
+    return gather_objects(value, group=separate_group(run.world, run.device, backend="gloo"))
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     help_text = "show what each rank of a running program does, every 5 s, and which rank the others wait for"
     top = commands.add_parser("top", help=help_text, description=help_text)
     top.add_argument(
-        "run", nargs="?", metavar="HOST:PORT", help="a run's store; else the runs of this user here (Linux)"
+        "run", nargs="?", metavar="HOST:PORT", help="a run's store, or its path; else the runs of this user here"
     )
     top.add_argument("--once", action="store_true", help="one table, for logs")
     help_text = "run one step of a run with logical= again in this process, from a checkpoint, with the same bits"

@@ -1,4 +1,4 @@
-"""The TCPStore of a rendezvous, served on one address instead of on every interface."""
+"""Where ranks meet: a file in the folder of a call on one node, or a TCPStore, served on one address only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["listen", "serve_store"]
+__all__ = ["CALL_FOLDER", "STORE_FILE", "listen", "serve_store"]
+
+CALL_FOLDER = "parallelize-call-"
+"""Beginning of the names of the calls' folders."""
+STORE_FILE = "store"
+"""Name of the file in the folder of a call in which its ranks on one node meet."""
 
 
 def listen(address: str, port: int) -> socket.socket:

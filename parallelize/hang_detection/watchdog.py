@@ -128,7 +128,7 @@ class Judge:
     def check(self, *, is_waiting: bool) -> Verdict | None:
         """Answer a new question, as a wait that begins is; return the verdict that ends this rank, if there is one."""
         begins = is_waiting and not self.since
-        number = self.store.add("asked", begins)
+        number = self._number_of_question(begins=begins)
         if begins:
             self.since, self._began_s, self._line_due_s = number, time.monotonic() - _WAITS_AFTER_S, _FIRST_LINE_S
             self._states, self._judged = {}, 0
@@ -176,6 +176,16 @@ class Judge:
         judge = self.store.compare_set("judge", str(self._judge_rank), str(self.rank))
         self._judge_rank = int(judge or -1)
         return self._is_judge()
+
+    def _number_of_question(self, *, begins: bool) -> int:
+        """Return the number of the latest question, which the beginning of a wait is.
+
+        A FileStore keeps all that was ever written: a request each half second that adds 0 would fill the disk.
+        """
+        if begins:
+            return int(self.store.add("asked", 1))
+        is_asked = self.answered > 0 or self.store.check(["asked"])
+        return int(self.store.get("asked")) if is_asked else 0
 
     def _judge(self) -> None:
         """Judge when all ranks have answered, or had the time to; ask again after a while."""

@@ -55,12 +55,13 @@ class NodeCall:
             task.write(Path(file.name))
             return cls(Path(file.name).read_bytes(), Settings.capture(), LogSettings.capture())
 
-    def run(self, node: Node, send: Callable[[str], object] | None = None) -> bytes:
+    def run(self, node: Node, send: Callable[[str], object] | None = None, *, key: str = "") -> bytes:
         """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads.
 
         Args:
             node: this machine.
             send: sends log records, for `handle_records`; None: they are shown on stderr.
+            key: the secret of the nodes; "": PARALLELIZE_KEY, if it is set.
         """
         self.settings.apply()
         self.settings.apply_default_device()
@@ -72,7 +73,8 @@ class NodeCall:
                 task = Task.read(path, device=torch.device("cpu"))
                 task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
                 local = registry.find("launchers", "local")()
-                outcome = Outcome.returned(World(), local.launch(task, node=node, environ=os.environ))
+                environ = {**os.environ, **({"PARALLELIZE_KEY": key} if key else {})}
+                outcome = Outcome.returned(World(), local.launch(task, node=node, environ=environ))
             except BaseException as error:  # noqa: BLE001 - any error is the result of the call
                 outcome = Outcome.raised(World(), error)
             outcome.write(path)

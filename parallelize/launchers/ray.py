@@ -154,7 +154,8 @@ class _RayJob(BatchJob[Any]):
         actors = [kind.options(scheduling_strategy=place(group, node)).remote() for node in range(layout.num_nodes)]
         try:
             address = actors[0].rendezvous.remote()
-            runs = [each.run.remote(self._call, address, node) for node, each in enumerate(actors)]
+            key = secrets.token_hex(16)
+            runs = [each.run.remote(self._call, address, node, key) for node, each in enumerate(actors)]
             while not ray.wait(runs, timeout=_POLL_EVERY_S)[0]:
                 if self._is_cancelled:
                     what = f"job {self.id} was cancelled and left no result"
@@ -192,9 +193,9 @@ class _NodeActor:
         with listen(address, 0) as free:
             return address, int(free.getsockname()[1])
 
-    def run(self, call: NodeCall, address: tuple[str, int], node: int) -> bytes:
-        """Make the call; return what `outcomes_of` reads."""
-        return call.run(Node(*address, node))
+    def run(self, call: NodeCall, address: tuple[str, int], node: int, key: str) -> bytes:
+        """Make the call; return what `outcomes_of` reads. The nodes hear nobody who does not know the key."""
+        return call.run(Node(*address, node), key=key)
 
 
 def _connected(address: str | None) -> Any:

@@ -17,7 +17,7 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.runtime.process_group import process_group
+from parallelize.runtime.process_group import Rendezvous, process_group
 from parallelize.runtime.unsynced_training import warn_if_unsynced
 
 __all__ = [
@@ -53,12 +53,14 @@ class Runtime:
         layout: the config, and the devices of every local rank.
         flags: names of once-per-run actions that have been done, such as "startup summary logged".
         states: what modules of higher floors keep for the run, by their names.
+        rendezvous: what a launcher gives its ranks to meet each other.
         watchdog: detects hangs if the run has several processes.
         at_end: contexts that end when the decorated function has returned.
     """
 
     world: World
     layout: Layout
+    rendezvous: Rendezvous = field(default_factory=Rendezvous, compare=False, repr=False)
     flags: set[str] = field(default_factory=set, compare=False, repr=False)
     states: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
@@ -122,7 +124,7 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
     """Activate a run in a block: set the context variable and current device, open the process group; then undo all."""
     token = _active.set(runtime)
     try:
-        group = process_group(runtime.world, runtime.layout, runtime.watchdog)
+        group = process_group(runtime.world, runtime.layout, runtime.watchdog, runtime.rendezvous)
         # At its end, this context makes no context of CUDA on the device that was current before.
         device = torch.accelerator.device_index(runtime.device.index)
         with device, group, warn_if_unsynced(runtime.flags):

@@ -11,7 +11,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import nn
 
 from parallelize.errors import SyncError
 from parallelize.runtime import context
+from parallelize.runtime.gather import gather_objects
 from parallelize.runtime.process_group import separate_group
 from parallelize.runtime.user_line import user_stacklevel
 
@@ -84,8 +84,7 @@ def require_same_model(model: nn.Module) -> None:
         for name, each in (*model.named_parameters(), *model.named_buffers())
     ]
     for _, rank in differences([digest(repr(parts))]):
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, parts)
+        found = gather_objects(parts)
         pairs = itertools.zip_longest(found[0], found[rank], fillvalue="nothing more")
         first, other = next(pair for pair in pairs if pair[0] != pair[1])
         raise SyncError(

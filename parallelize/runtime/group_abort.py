@@ -36,15 +36,17 @@ def is_interrupted() -> bool:
     return _interrupted.is_set()
 
 
-def interrupt_collectives(*, store_port: int | None = None) -> None:
+def interrupt_collectives(*, store: int | Path | None = None) -> None:
     """Make the collectives and store requests in which other threads wait raise an error; return at once.
 
     The groups keep their ranks and names. Use this only in a process that is about to end.
 
     Args:
-        store_port: port of the TCPStore whose requests fail; None: none does.
+        store: port of the TCPStore, or this rank's link to the FileStore, whose requests fail; None: none does.
     """
-    _shut_down(store_port)
+    if isinstance(store, Path):
+        _cut_off(store)
+    _shut_down(store if isinstance(store, int) else None)
     groups: Any = list(dist.distributed_c10d._world.pg_names)
     for group in groups:  # at the same time, because one communicator's abort may wait for another's
         threading.Thread(target=group.abort, name="parallelize-abort", daemon=True).start()
@@ -60,6 +62,18 @@ def abort_and_destroy() -> None:
     abort.join(_ABORT_TIMEOUT_S)
     if abort.is_alive():
         _log.error("the process groups could not be aborted within %g s", _ABORT_TIMEOUT_S)
+
+
+def _cut_off(link: Path) -> None:
+    """Make the requests to a FileStore fail whose path is this link.
+
+    FileStore opens its file for each request, and each time it looks whether a key has come (FileStore.cpp). It waits
+    for a file that does not exist; a link that leads to itself cannot be opened (ELOOP), which is an error at once.
+    """
+    loop = link.with_name(f"{link.name}.lost")
+    with contextlib.suppress(OSError):  # the folder is removed, or this was done before
+        loop.symlink_to(link.name)
+        loop.replace(link)
 
 
 def _shut_down(store_port: int | None) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import socket
+import stat
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.cluster.store import CALL_FOLDER, STORE_FILE
 from parallelize.hang_detection.stack_frames import Stack, is_in_collective
 from parallelize.torch_patches.step import StepCount
 
@@ -82,9 +85,54 @@ def registered(store: Any) -> Iterator[None]:
 
 
 def listed_runs() -> set[str]:
-    """Return the addresses of the stores of this user's runs on this machine; none but on Linux."""
+    """Return where the runs of this user on this machine can be asked: paths of FileStores, and HOST:PORT of TCPStores.
+
+    Anybody may make folders and sockets of any name. Those of other users are left out.
+    """
+    return _stores_in_folders() | _registered_stores()
+
+
+def _stores_in_folders() -> set[str]:
+    """Return the stores in the folders of this user's calls."""
+    paths = set()
+    for folder in Path(tempfile.gettempdir()).glob(f"{CALL_FOLDER}*"):
+        try:
+            number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            status = os.fstat(number)
+            is_private = status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
+            if is_private and stat.S_ISREG(os.stat(STORE_FILE, dir_fd=number, follow_symlinks=False).st_mode):
+                paths.add(str(folder / STORE_FILE))
+        except FileNotFoundError:  # a call of several nodes, or one whose workers have not met yet
+            pass
+        finally:
+            os.close(number)
+    return paths
+
+
+def _registered_stores() -> set[str]:
+    """Return the stores that processes of this user have listed; none but on Linux."""
     try:
         names = Path("/proc/net/unix").read_text(errors="replace")
     except OSError:
         return set()
-    return set(re.findall(rf" @{_SOCKETS}/{os.getuid()}/\d+/(\S+)$", names, re.MULTILINE))
+    listed = re.findall(rf" (\d+) @{_SOCKETS}/{os.getuid()}/(\d+)/(\S+)$", names, re.MULTILINE)
+    return {address for inode, pid, address in listed if _is_socket_of_user(inode, pid)}
+
+
+def _is_socket_of_user(inode: str, pid: str) -> bool:
+    """Return whether a process of this user has a socket: a name with its number is no proof of that."""
+    try:
+        # The owner of this folder is the effective user, also if the process lets nobody look into it (proc(5)).
+        if Path("/proc", pid).stat().st_uid != os.getuid():
+            return False
+        descriptors = list(Path("/proc", pid, "fd").iterdir())
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(descriptor.readlink()) == f"socket:[{inode}]":
+                return True
+    return False

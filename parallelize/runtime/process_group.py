@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ from parallelize.hang_detection.rank_state import Collective
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.live_facts import LiveFacts, registered
+from parallelize.runtime.run_key import give_run_key, known_run_key, run_key
 from parallelize.runtime.user_process_group import destroy_group, replace_group_functions
+from parallelize.torch_patches.objects import signed_objects
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.save import atomic_saves
 from parallelize.torch_patches.step import StepCount, after_step
 
-__all__ = ["bound_device", "default_store", "process_group", "separate_group"]
+__all__ = ["Rendezvous", "bound_device", "default_store", "process_group", "separate_group"]
 
 _log = logging.getLogger("parallelize")
 
@@ -38,32 +41,53 @@ _DEBUGGED = timedelta(days=7)
 """Timeout of torch's collectives while the watchdog has that of the run: ranks wait for one that is in pdb."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Rendezvous:
+    """What a launcher of this library gives its ranks, beside the World, to meet each other and no stranger.
+
+    Args:
+        key: a secret of the run's ranks; None: see `run_key`.
+        store: path of the ranks' FileStore, another one on each rank; None: they meet in a TCPStore.
+    """
+
+    key: bytes | None = dataclasses.field(default=None, repr=False)
+    store: Path | None = None
+
+
 @contextlib.contextmanager
-def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[None]:
+def process_group(world: World, layout: Layout, watchdog: Watchdog, rendezvous: Rendezvous) -> Iterator[None]:
     """Initialize the default process group of a run, or use the one that the user's code has initialized.
 
     Args:
         world: rank and world size.
         layout: provides the timeout, `init_connection` and the group's backend.
         watchdog: detects hangs if the group has several processes.
+        rendezvous: what the launcher gives.
     """
     config, since_ns = layout.config, time.time_ns()
     torch_timeout = _DEBUGGED if watchdog.has_debugger else config.timeout
     if dist.is_initialized():
-        with _with_watchdog(watchdog, config.timeout, since_ns=None), replace_group_functions():
+        with (
+            _with_watchdog(watchdog, config.timeout, since_ns=None),
+            replace_group_functions(),
+            _signed_objects(known_run_key()),
+        ):
             yield
         return
     store: dist.Store | None = None
     if config.init_connection is not None:
         config.init_connection(world)
     else:
-        store = _initialize(_reachable(world), layout, torch_timeout)
+        store = _initialize(_reachable(world), layout, torch_timeout, rendezvous.store)
+    if rendezvous.key is not None and known_run_key() is None:
+        give_run_key(rendezvous.key)
     try:
         with (
             _timeout_of_new_groups(torch_timeout),
             _gloo_interface(_reachable(world)),  # of groups that the user makes, too
             _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
             replace_group_functions(),
+            _signed_objects(known_run_key() if store is None or world.world_size == 1 else run_key()),
         ):
             yield
     except BaseException:
@@ -92,11 +116,15 @@ def bound_device(world: World, layout: Layout) -> torch.device | None:
     return None if others or device.type == "cpu" or is_gloo else device
 
 
-def _initialize(world: World, layout: Layout, timeout: timedelta) -> dist.Store:
+def _signed_objects(key: bytes | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if key is None else signed_objects(key)
+
+
+def _initialize(world: World, layout: Layout, timeout: timedelta, path: Path | None) -> dist.Store:
     """Initialize the default group of a run on the run's store, and return its part of the store."""
     # Each group has its own prefix, so that it does not read the keys of an earlier run's. All ranks make their
     # groups in the same order, so their counters agree.
-    store = dist.PrefixStore(f"parallelize/{next(_group_ids)}", _store(world, timeout))
+    store = dist.PrefixStore(f"parallelize/{next(_group_ids)}", _store(world, timeout, path))
     excepthook = sys.excepthook
     with _gloo_interface(world):
         dist.init_process_group(
@@ -240,10 +268,10 @@ def _gloo_interface(world: World) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def _store(world: World, timeout: timedelta) -> dist.Store:
+def _store(world: World, timeout: timedelta, path: Path | None) -> dist.Store:
     """Return the rendezvous store, one per world: clients may fail while the server closes and reopens its port."""
     if world not in _stores:
-        _stores[world] = _new_store(world, timeout)
+        _stores[world] = _new_store(world, timeout, path)
     _stores[world].set_timeout(timeout)
     return _stores[world]
 
@@ -251,9 +279,11 @@ def _store(world: World, timeout: timedelta) -> dist.Store:
 _stores: dict[World, dist.Store] = {}
 
 
-def _new_store(world: World, timeout: timedelta) -> dist.Store:
+def _new_store(world: World, timeout: timedelta, path: Path | None) -> dist.Store:
     if world.world_size == 1:
         return dist.HashStore()
+    if path is not None:
+        return dist.FileStore(str(path), -1)  # -1: the file is not removed by its last user, but with its folder
     if world.is_main and not world.has_store:
         return serve_store(world.master_addr, world.master_port, timeout)
     return dist.TCPStore(world.master_addr, world.master_port, is_master=False, timeout=timeout)

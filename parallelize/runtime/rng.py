@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.gather import broadcast_object, gather_objects
 
 __all__ = ["GeneratorAccess", "RNGState", "derive_seed", "global_generators", "random_numbers_per_rank"]
 
@@ -119,18 +119,16 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
         return
     generators = global_generators(run.devices)
     own = {name: _hash(each.get()) for name, each in generators.items()}
-    ranks: list[Any] = [None] * world.world_size  # hashes of each rank's states, by name
-    dist.all_gather_object(ranks, own)
+    ranks = gather_objects(own)  # hashes of each rank's states, by name
     for name, each in generators.items():
         if any(lower.get(name) == own[name] for lower in ranks[: world.rank]):
             each.seed(int(_hash(f"{own[name]}/{world.rank}"), 16))
     yield
     if any(ranks[0].items() & other.items() for other in ranks[1:]):
-        states: list[Any] = [{name: each.get() for name, each in generators.items()}]
-        dist.broadcast_object_list(states, src=0)
+        states = broadcast_object({name: each.get() for name, each in generators.items()})
         for name, each in generators.items():
             if ranks[0].get(name) == own[name]:
-                each.set(states[0][name])
+                each.set(states[name])
 
 
 def derive_seed(*parts: object) -> int:

@@ -6,11 +6,11 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
 from parallelize.runtime.context import current
+from parallelize.runtime.gather import broadcast_object, gather_objects
 from parallelize.runtime.rng import RNGState
 from parallelize.worker.main import active_run, call_function
 
@@ -25,21 +25,20 @@ def run_as_rank(task: Task, world: World) -> Any:
 
 
 def _broadcast_value(value: object) -> Any:
-    runtime = current()
-    is_main = runtime.world.is_main
-    sent = [Outcome.returned(runtime.world, value).dumps() if is_main else b""]
-    dist.broadcast_object_list(sent, src=0)
-    return value if is_main else Outcome.read(sent[0], device=runtime.device).value
+    return broadcast_object(value, device=current().device, dump=_pickled, load=_unpickled)
 
 
 def gather_values(value: object) -> list[Any]:
     """Return the values of all ranks, in rank order, on every rank; CUDA tensors come to this rank's device."""
-    runtime = current()
-    sent = [b""] * dist.get_world_size()
-    dist.all_gather_object(sent, Outcome.returned(runtime.world, value).dumps())
-    values = [Outcome.read(each, device=runtime.device).value for each in sent]
-    values[runtime.world.rank] = value
-    return values
+    return gather_objects(value, device=current().device, dump=_pickled, load=_unpickled)
+
+
+def _pickled(value: object) -> bytes:
+    return Outcome.returned(current().world, value).dumps()
+
+
+def _unpickled(content: bytes) -> Any:
+    return Outcome.read(content, device=current().device).value
 
 
 def run_in_this_process(task: Task) -> Any:

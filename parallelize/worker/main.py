@@ -16,6 +16,7 @@ import logging
 import multiprocessing
 import os
 import random
+import secrets
 import signal
 import sys
 import threading
@@ -37,12 +38,14 @@ from parallelize.call.returned import Changes
 from parallelize.call.settings import LogSettings, Settings, append_line, without_log_files
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
+from parallelize.cluster.store import STORE_FILE
 from parallelize.cluster.world import World
 from parallelize.config.layout import RUN_ID, Layout
 from parallelize.errors import LaunchError, add_note
 from parallelize.hang_detection.stack_frames import call_site
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.context import EVALUATES, Runtime, activate, current
+from parallelize.runtime.process_group import Rendezvous
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
@@ -82,6 +85,8 @@ class WorkerSetup:
         path: the caller's sys.path.
         argv: the caller's sys.argv.
         authkey: the caller's key for connections of multiprocessing, such as those of a manager.
+        key: a secret of the run's ranks; None: they have none, or PARALLELIZE_KEY.
+        has_file_store: whether the ranks, all on this node, meet in a file in the folder, and not in a TCPStore.
         has_keyboard: whether the caller gives its keyboard to debuggers.
     """
 
@@ -95,6 +100,8 @@ class WorkerSetup:
     path: Sequence[str]
     argv: Sequence[str]
     authkey: bytes
+    key: bytes | None = None
+    has_file_store: bool = False
     has_keyboard: bool = False
 
     @classmethod
@@ -106,7 +113,19 @@ class WorkerSetup:
         logs, settings, authkey = LogSettings.capture(), Settings.capture(), multiprocessing.current_process().authkey
         # Not a name for a hook of the import, as of a namespace package that is installed editable.
         path = [str(Path(each).resolve()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
-        return cls(folder, environ, devices, start_method, logs, settings, sources, path, sys.argv, bytes(authkey))
+        key = secrets.token_bytes(32)
+        return cls(folder, environ, devices, start_method, logs, settings, sources, path, sys.argv, bytes(authkey), key)
+
+    def rendezvous(self, rank: int) -> Rendezvous:
+        """Return how a rank meets the others.
+
+        Each rank reaches the file by a link of its own, so that `StopHandler` can cut it off alone.
+        """
+        if not self.has_file_store:
+            return Rendezvous(self.key)
+        link = Path(self.folder, f"{STORE_FILE}.{rank}")
+        link.symlink_to(STORE_FILE)
+        return Rendezvous(self.key, link)
 
 
 def task_path(folder: Path) -> Path:
@@ -195,13 +214,14 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
     changes = Changes(task.stateful, task.data) if world.is_main and task.layout.config.update_modules else None
     Watchdog.has_debugger = setup.has_keyboard
     Watchdog.seen_folder = Path(setup.folder) if task.layout.num_nodes == 1 else None
-    with active_run(task.layout.renumbered(), world) as runtime:
+    rendezvous = setup.rendezvous(world.rank)
+    with active_run(task.layout.renumbered(), world, rendezvous) as runtime:
         runtime.watchdog.on_hang = shutdown.terminate
         setup.settings.apply_default_device()
         if runtime.config.seed is None:
             setup.settings.apply_generators()
         try:
-            stop = StopHandler(world.master_port)
+            stop = StopHandler(rendezvous.store or world.master_port)
             value = _call(task, stop)
             shutdown.end_if_forked()
             for device in (each for each in runtime.devices if each.type != "cpu"):
@@ -264,9 +284,9 @@ def call_function(task: Task) -> Any:
 
 
 @contextlib.contextmanager
-def active_run(layout: Layout, world: World) -> Iterator[Runtime]:
+def active_run(layout: Layout, world: World, rendezvous: Rendezvous | None = None) -> Iterator[Runtime]:
     """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
-    with activate(Runtime(world, layout)) as runtime:
+    with activate(Runtime(world, layout, rendezvous or Rendezvous())) as runtime:
         if layout.config.seed is not None:
             random.seed(layout.config.seed)
             torch.manual_seed(layout.config.seed)

@@ -79,15 +79,15 @@ class StopHandler:
     signal at once, through a socket; if the main thread does not react, it interrupts the collectives.
 
     Args:
-        store_port: port of the run's TCPStore, whose requests are interrupted, too.
+        store: the run's store, whose requests are interrupted, too: port of the TCPStore, or path of the FileStore.
 
     Attributes:
         exit: SystemExit or KeyboardInterrupt, which ends the function; None: no signal has been handled.
     """
 
-    def __init__(self, store_port: int) -> None:
+    def __init__(self, store: int | Path) -> None:
         self.exit: BaseException | None = None
-        self._store_port = store_port
+        self._store = store
         self._is_handled = threading.Event()
         self._has_interrupted = False
 
@@ -129,10 +129,10 @@ class StopHandler:
     def _watch(self, received: socket.socket, _written: socket.socket) -> None:
         while number := received.recv(1):
             ours: Any = self
-            store_port = None  # at first, because torch logs requests that fail
+            store = None  # at first, because torch logs requests that fail
             # The user's code may have replaced the handler.
             while signal.getsignal(number[0]) is ours and not self._is_handled.wait(_HANDLER_TIMEOUT_S):
                 self._has_interrupted = True
-                interrupt_collectives(store_port=store_port)
-                store_port = self._store_port
+                interrupt_collectives(store=store)
+                store = self._store
             self._is_handled.clear()

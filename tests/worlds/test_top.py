@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from ranks import wait_for
 
-from parallelize.cli.top import verdict
+from parallelize.cli.top import ask, verdict
 from parallelize.hang_detection.rank_state import RankState
 from parallelize.runtime.live_facts import listed_runs
 
@@ -61,20 +64,18 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[su
     """Start the script, and wait until its run is listed."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", request.param]
+    before = listed_runs()
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 200
-        while not (found := addresses_of(process.pid)) and time.monotonic() < end:
-            time.sleep(0.05)
-        (address,) = found
-        assert address in listed_runs()
+        # Its folder of temporary files is this test's, where other programs make no calls.
+        wait_for(lambda: bool(stores() - before), timeout_s=200)
+        (address,) = stores() - before
+        wait_for(lambda: bool(ask([address])[address]), timeout_s=200)
         yield process, address
 
 
-def addresses_of(pid: int) -> set[str]:
-    """Return the addresses that are listed by the descendants of a process: other programs may run meanwhile."""
-    pids = {each.pid for each in psutil.Process(pid).children(recursive=True)}
-    names = Path("/proc/net/unix").read_text(errors="replace")
-    return {address for of, address in re.findall(r"@parallelize-run/\d+/(\d+)/(\S+)", names) if int(of) in pids}
+def stores() -> set[str]:
+    """Return the paths of the stores that are listed; other programs may list addresses meanwhile."""
+    return {address for address in listed_runs() if address.startswith("/")}
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -109,6 +110,128 @@ def test_a_wait_is_shown_with_the_awaited_rank(program: tuple[subprocess.Popen[s
     assert " in barrier('evaluated'), for rank 0 since " in lines[3]
     assert lines[4].startswith("rank 1 waits at script.py:")
     assert process.communicate(timeout=120)[0].endswith("met\n")
+
+
+SPOOF = """
+import json, os, socket, sys, threading, time
+import torch.distributed as dist
+
+mode, user = sys.argv[1], os.getuid()
+os.setgid(65534), os.setuid(65534)
+escape = "\\x1b]0;PWNED\\x07\\x1b[31m\\u202e"
+FACTS = dict(host=escape, world_size=1, at_s=1.0, steps=1, looks={"computing": 1}, waits_s=0, memory_bytes=1)
+STATE = [0, "running", escape, escape, [], [escape], False, 0, 10**9, FACTS]
+
+def changed(place, value):
+    return [value if number == place else field for number, field in enumerate(STATE)]
+
+STATES = {
+    "lie": STATE,
+    "junk": changed(9, dict(host=1, world_size="x")),
+    "many ranks": changed(9, FACTS | {"world_size": 10**30}),
+    "negative rank": changed(0, -1),
+    "nan": changed(9, FACTS | {"at_s": float("nan")}),
+    "wrong looks": changed(9, FACTS | {"looks": [1]}),
+    "wrong collectives": changed(4, [[1]]),
+    "short": STATE[:3],
+    "no list": {"a": 1},
+}
+
+def serve(connection):
+    while connection.recv(4096):
+        if mode == "huge":
+            connection.sendall(b"\\xff\\xff\\xff\\xff\\xff\\xff\\xff\\x3f" * 64)
+
+def accept(listener):
+    while True:
+        threading.Thread(target=serve, args=[listener.accept()[0]], daemon=True).start()
+
+def lie(store):
+    store.add("asked", 0)
+    while True:
+        store.set("state/0", json.dumps(STATES[mode]))
+        time.sleep(0.05)
+
+if mode in STATES:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, work = store.port, (lie, dist.PrefixStore("parallelize/watch/0", store))
+else:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, work = listener.getsockname()[1], (accept, listener)
+threading.Thread(target=work[0], args=work[1:], daemon=True).start()
+named = socket.socket(socket.AF_UNIX)
+named.bind(f"\\0parallelize-run/{user}/{os.getppid()}/127.0.0.1:{port}")
+print(port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(
+    ("mode", "shown"),
+    [
+        ("silent", "does not answer within 5 s"),
+        ("huge", ""),
+        ("lie", "?]0;PWNED??[31m? in ?]0;PWNED??[31m?"),
+        *[
+            (mode, "says what no run of this library says")
+            for mode in (
+                "junk",
+                "many ranks",
+                "negative rank",
+                "nan",
+                "wrong looks",
+                "wrong collectives",
+                "short",
+                "no list",
+            )
+        ],
+    ],
+)
+def test_a_store_of_another_user(mode: str, shown: str) -> None:
+    """It is not listed, though its name says so; asked by its address, it is answered with printable characters."""
+    command = [sys.executable, "-c", SPOOF, mode]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as spoof:
+        assert spoof.stdout is not None
+        address = f"127.0.0.1:{int(spoof.stdout.readline())}"
+        assert f"/{address}" in Path("/proc/net/unix").read_text(errors="replace")
+        assert address not in listed_runs()
+        asked = top(address)
+        spoof.kill()
+    assert asked.returncode == (mode != "lie")
+    said = asked.stdout + asked.stderr
+    assert shown in said
+    assert all(character.isprintable() or character == "\n" for character in said)
+
+
+def test_folders_of_others_are_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As links, folders that others may write to, and files and FIFOs of such names, which stop nobody."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own, shared, elsewhere = (tmp_path / name for name in ("parallelize-call-a", "parallelize-call-b", "elsewhere"))
+    for folder in (own, shared, elsewhere):
+        folder.mkdir(mode=0o700)
+        (folder / "store").touch()
+    shared.chmod(0o755)
+    (tmp_path / "parallelize-call-c").symlink_to(elsewhere)
+    (tmp_path / "parallelize-call-d").touch()
+    os.mkfifo(tmp_path / "parallelize-call-e")
+    with_fifo = tmp_path / "parallelize-call-f"
+    with_fifo.mkdir(mode=0o700)
+    os.mkfifo(with_fifo / "store")
+    assert stores() == {str(own / "store")}
+    if os.getuid() == 0:
+        os.chown(own, 65534, 65534)
+        assert stores() == set()
+
+
+def test_runs_that_do_not_answer_are_asked_at_the_same_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """A store that accepts connections and is silent, three times: each is named once."""
+    with contextlib.ExitStack() as listening:
+        servers = [listening.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        addresses = [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
+        assert ask(addresses) == {address: {} for address in addresses}
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(lines) == sorted(f"{address} does not answer within 5 s" for address in addresses)
 
 
 def test_without_a_run() -> None:

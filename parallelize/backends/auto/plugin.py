@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from parallelize.backends.auto.choice import Choice, choose, saved_choices
@@ -24,6 +23,7 @@ from parallelize.plugins.base import Backend, Engine, Inner
 from parallelize.plugins.registry import find
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.context import current
+from parallelize.runtime.gather import gather_objects
 from parallelize.torch_patches.step import after_step, parameters_of
 
 __all__ = ["AutoBackend"]
@@ -137,8 +137,10 @@ class _AutoEngine(Engine):
             f"{kind}, memory={self._options.memory}"
         )
         balanced: dict[str, Any] = {"memory": self._options.memory, "optimizer_state": state}
-        ranks = self._of_ranks((self._kept.get(key), world.local_world_size))
-        choice, in_node = ranks[0]
+        kept = self._kept.get(key)
+        ranks = self._of_ranks((None if kept is None else tuple(kept), world.local_world_size))
+        fields, in_node = ranks[0]
+        choice = None if fields is None else Choice(*fields)
         if choice is None:
             if inputs is not None:
                 engines = {"dp": find("backends", "ddp2")(), "balanced": find("backends", "balanced")(**balanced)}
@@ -173,10 +175,7 @@ class _AutoEngine(Engine):
                 Path(self._options.plan).write_text(json.dumps(self._kept, indent=1))
 
     def _of_ranks(self, value: Any) -> list[Any]:
-        found = [value] * self._world.world_size
-        if len(found) > 1:
-            dist.all_gather_object(found, value)
-        return found
+        return gather_objects(value) if self._world.world_size > 1 else [value]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Log how long steps have taken, and the memory of an accelerator, beside the prediction."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,10 @@ from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.transfer import place, restoring_placement, to_device
 from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.backends.model_state import named_tensors
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Engine, Inner
+from parallelize.runtime.gather import broadcast_object
+from parallelize.runtime.run_key import run_key
 from parallelize.runtime.startup_summary import announced
 
 if TYPE_CHECKING:
@@ -153,18 +155,9 @@ class BalancedEngine(Engine):
         if self.is_alone:
             return planner.plan(inputs)
         names = [*map(str, (*self.devices, self.device))]
-        found: list[Any] = [None]  # rank 0's plan and names of devices, or its error
-        if dist.get_rank() == 0:
-            try:
-                found = [(planner.plan(inputs), names)]
-            except Exception as error:  # noqa: BLE001  # raised below, on every rank
-                found = [error]
-        dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        shared: Plan
-        shared, names_there = found[0]
-        return replace(shared, devices=tuple(names[names_there.index(each)] for each in shared.devices))
+        fields, names_there = _of_rank_0(lambda: (vars(planner.plan(inputs)), names))
+        devices = tuple(names[names_there.index(device)] for device in fields["devices"])
+        return Plan(**{**fields, "devices": devices})
 
     def _explain(self, error: BaseException | None) -> None:
         """Raise an explanation of an error of memory, or of several devices."""
@@ -188,3 +181,28 @@ class BalancedEngine(Engine):
                 fix="move the other operand: average.lerp_(p.to(average.device), 0.1), p.grad.norm().to(device()); use "
                 "torch's AveragedModel and clip_grad_norm_, which do; checkpoint the module that holds the tensors",
             ) from error
+
+
+def _of_rank_0(make: Callable[[], Any]) -> Any:
+    """Return what rank 0 has made, or raise its error on every rank; a collective."""
+    has_key = run_key() is not None
+    if dist.get_rank() == 0:
+        try:
+            made = make()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # one that cannot be pickled: the others are told so
+                broadcast_object(error if has_key else text)
+            raise
+        return broadcast_object(made)
+    received = broadcast_object(None)
+    if isinstance(received, Exception):
+        raise received
+    if isinstance(received, str):
+        raise SyncError(
+            f"rank 0 has made no plan: {received}",
+            why="all ranks split the model by rank 0's plan",
+            fix="see the error of rank 0",
+            is_secondary=True,
+        )
+    return received

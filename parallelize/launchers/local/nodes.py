@@ -57,6 +57,7 @@ class Nodes:
         task: the call.
         patience_s: seconds after which a node that sends nothing is lost.
         key: the secret of the run; "": what anybody sends to node 0 is read.
+        serves_store: whether node 0 serves a TCPStore to the workers.
 
     Attributes:
         node_rank: rank of this node.
@@ -68,9 +69,9 @@ class Nodes:
         ConfigError: another node has the same rank, or more nodes were started than `num_nodes`.
     """
 
-    def __init__(self, node: Node | None, task: Task, *, patience_s: float, key: str) -> None:
+    def __init__(self, node: Node | None, task: Task, *, patience_s: float, key: str, serves_store: bool) -> None:
         self._num_nodes, self._timeout = task.layout.num_nodes, task.layout.config.timeout
-        self._patience_s, self._key = patience_s, key.encode()
+        self._patience_s, self._key, self._serves_store = patience_s, key.encode(), serves_store
         self.address = loopback() if node is None else node.master_addr
         self.stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}"
         self.node_rank = 0
@@ -88,7 +89,7 @@ class Nodes:
                 self._threads.append(_thread(self._accept, listener))
 
     def start(self) -> int:
-        """Start the workers of all nodes; return the port of the store for them.
+        """Start the workers of all nodes; return the port of the store for them, or a free one if none is served.
 
         Raises:
             LaunchError: not all nodes joined in time, or node 0 is lost.
@@ -98,8 +99,13 @@ class Nodes:
         if self.node_rank == 0:
             while len(self._joined) < self._num_nodes and time.monotonic() < end:
                 time.sleep(_POLL_EVERY_S)
-            self._store = serve_store(self.address, 0, self._timeout)
-            self._say("start", 0, (self._store.port, self.stamp, dict(self._joined)))
+            if self._serves_store:
+                self._store = serve_store(self.address, 0, self._timeout)
+                port = int(self._store.port)
+            else:
+                with listen(self.address, 0) as free:
+                    port = int(free.getsockname()[1])
+            self._say("start", 0, (port, self.stamp, dict(self._joined)))
         while not (started := self._heard["start"]):
             if self._heard["lost"]:
                 raise self.lost_error()

@@ -23,6 +23,7 @@ from typing import Any
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.devices import MASKS, compose_visible_devices
 from parallelize.cluster.network import resolvable_address
+from parallelize.cluster.store import CALL_FOLDER
 from parallelize.cluster.world import Node, World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError
@@ -39,7 +40,6 @@ from parallelize.worker.main import WorkerSetup, task_path
 __all__ = ["LocalLauncher", "worker_environ"]
 
 
-_CALL_FOLDER = "parallelize-call-"
 _LEFT_AFTER_S = 60.0  # when a folder without a lock is not one that is being made
 
 _log = logging.getLogger("parallelize")
@@ -119,7 +119,13 @@ class LocalLauncher(Launcher):
             keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
             with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
                 setup = WorkerSetup.capture(task.layout, folder=str(folder), environ=variables)
-                setup = replace(setup, has_keyboard=keyboard is not None)
+                setup = replace(
+                    setup,
+                    # Each node has made a key. Those of several nodes agree in PARALLELIZE_KEY only.
+                    key=setup.key if task.layout.num_nodes == 1 else None,
+                    has_file_store=not _serves_store(task.layout),
+                    has_keyboard=keyboard is not None,
+                )
                 reports = self._run(task, setup, workers, nodes, signals=signals, keyboard=keyboard)
             found = sorted((pair for report in reports for pair in report.items()), key=itemgetter(0))
             outcomes = [each if isinstance(each, Outcome) else Outcome.read(each) for _, each in found]
@@ -154,7 +160,7 @@ class LocalLauncher(Launcher):
                 local_world_size=size,
                 master_addr=nodes.address,
                 master_port=port,
-                has_store=True,
+                has_store=not setup.has_file_store,
             )
             for local_rank in range(size)
         ]
@@ -180,19 +186,25 @@ class LocalLauncher(Launcher):
             )
         else:
             node = replace(node, master_addr=resolvable_address(node.master_addr))
-        return Nodes(node, task, patience_s=self.heartbeat_timeout, key=environ.get("PARALLELIZE_KEY", ""))
+        return Nodes(
+            node,
+            task,
+            patience_s=self.heartbeat_timeout,
+            key=environ.get("PARALLELIZE_KEY", ""),
+            serves_store=_serves_store(task.layout),
+        )
 
 
 @contextlib.contextmanager
 def _call_folder() -> Iterator[Path]:
     """Make the folder of a call, locked as long as this process lives; remove those of processes that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_CALL_FOLDER}*"):
+    for left in Path(tempfile.gettempdir()).glob(f"{CALL_FOLDER}*"):
         with contextlib.suppress(OSError), _opened(left) as number:  # another user's, or locked
             about = os.fstat(number)
             if about.st_uid == os.getuid() and time.time() - about.st_mtime > _LEFT_AFTER_S:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_CALL_FOLDER, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=CALL_FOLDER, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with _opened(folder) as number:
             with contextlib.suppress(OSError):  # a disk without locks
@@ -207,6 +219,11 @@ def _opened(folder: Path) -> Iterator[int]:
         yield number
     finally:
         os.close(number)
+
+
+def _serves_store(layout: Layout) -> bool:
+    """Return whether the workers meet in a TCPStore; those of one node meet in a file, which no other user can open."""
+    return layout.num_nodes > 1 or layout.config.init_connection is not None
 
 
 def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:

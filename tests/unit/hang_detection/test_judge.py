@@ -82,7 +82,7 @@ def test_ranks_that_wait_do_not_ask_each_other() -> None:
     assert world.store.counts.total() < 20 * 32
     world.store.counts.clear()
     world.check(5)
-    assert world.store.counts == {"add": 5 * 32}
+    assert world.store.counts == {"get": 5 * 32}
 
 
 @pytest.mark.parametrize("gone", [3, 0], ids=["awaited rank", "judge"])

@@ -1,0 +1,62 @@
+"""torch's own collectives of Python objects, as those of torch.distributed.checkpoint: their pickles are signed.
+
+torch pickles in `_object_to_tensor`, and unpickles whatever comes in `_tensor_to_object` (distributed_c10d.py). Without
+this, a stranger who connects to the ranks as one of them runs code on the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelize.errors import SyncError
+from parallelize.torch_patches.private import replace_attribute
+
+__all__ = ["signed_objects"]
+
+_MAC_BYTES = 32
+
+
+@contextlib.contextmanager
+def signed_objects(key: bytes) -> Iterator[None]:
+    """In the block, put an HMAC-SHA256 before each pickle that torch sends, and unpickle nothing without one.
+
+    Args:
+        key: of the run; all ranks of torch's collectives are in such a block, with the same key.
+    """
+    torch_module: Any = dist.distributed_c10d
+    to_tensor, to_object = torch_module._object_to_tensor, torch_module._tensor_to_object
+
+    def mac_of(content: bytes) -> bytes:
+        return hmac.digest(key, b"torch object" + content, "sha256")
+
+    @functools.wraps(to_tensor)
+    def signed(obj: Any, device: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor, size = to_tensor(obj, device, *args)
+        mac = mac_of(tensor.cpu().numpy().tobytes())
+        mac_tensor = torch.frombuffer(bytearray(mac), dtype=torch.uint8).to(tensor.device)
+        return torch.cat([mac_tensor, tensor]), size + _MAC_BYTES
+
+    @functools.wraps(to_object)
+    def verified(tensor: torch.Tensor, size: Any, *args: Any) -> Any:
+        message = tensor.cpu().numpy().tobytes()[: int(size)]
+        mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, mac_of(content)):
+            raise SyncError(
+                "an object that torch has received was not sent by this run, and is not read",
+                why="its HMAC is not one under this run's key: a process that is no rank may have connected",
+                fix="keep strangers off the network of the ranks; call collectives of objects in the run on all ranks",
+            )
+        return to_object(tensor[_MAC_BYTES:], int(size) - _MAC_BYTES, *args)
+
+    with (
+        replace_attribute(torch_module, "_object_to_tensor", signed),
+        replace_attribute(torch_module, "_tensor_to_object", verified),
+    ):
+        yield
