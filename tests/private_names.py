@@ -196,6 +196,11 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "subprocess": {
         "_args_from_interpreter_flags": ("start the fork server with the caller's -O, -W, -X", "calls fail"),
     },
+    "multiprocessing.process.BaseProcess": {
+        "_Popen": ("keep the number of a worker that has ended", "calls fail"),
+        "_popen": ("keep the number of a worker that has ended", "calls fail"),
+        "_config": ("make sockets in the call's folder", "killed loaders leave folders in /tmp"),
+    },
     "importlib._bootstrap": {
         "_initializing": ("check whether a module is being imported", "a call at import time runs once per process"),
     },

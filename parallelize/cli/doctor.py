@@ -255,7 +255,8 @@ def _exchange(backend: str, environ: Mapping[str, str]) -> tuple[bool, str]:
         try:
             out, _ = process.communicate(timeout=_TIMEOUT_S)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:  # else its number may be that of another process
+                os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             return False, f"no result within {_TIMEOUT_S:g} s"

@@ -7,10 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["CALL_FOLDER", "STORE_FILE", "listen", "serve_store"]
+__all__ = ["STORE_FILE", "listen", "serve_store"]
 
-CALL_FOLDER = "parallelize-call-"
-"""Beginning of the names of the calls' folders."""
 STORE_FILE = "store"
 """Name of the file in the folder of a call in which its ranks on one node meet."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
 from parallelize.call.tracebacks import folded_traceback
+from parallelize.cluster.call_folders import call_folder
 from parallelize.cluster.devices import Hardware, probe
 from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
@@ -51,9 +51,10 @@ class NodeCall:
         Raises:
             ConfigError: an argument, or a variable that the function uses, cannot be pickled.
         """
-        with tempfile.NamedTemporaryFile() as file:
-            task.write(Path(file.name))
-            return cls(Path(file.name).read_bytes(), Settings.capture(), LogSettings.capture())
+        with call_folder() as folder:
+            path = folder / "call"
+            task.write(path)
+            return cls(path.read_bytes(), Settings.capture(), LogSettings.capture())
 
     def run(self, node: Node, send: Callable[[str], object] | None = None, *, key: str = "") -> bytes:
         """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads.
@@ -66,17 +67,21 @@ class NodeCall:
         self.settings.apply()
         self.settings.apply_default_device()
         self.logs.apply(send)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "call")
-            path.write_bytes(self.task)
-            try:
+        try:
+            # Removed as soon as it is read: if this process is killed, the arguments are not left. Their
+            # tensors are mapped from the file, which the kernel keeps as long as that.
+            with call_folder() as folder:
+                path = folder / "call"
+                path.write_bytes(self.task)
                 task = Task.read(path, device=torch.device("cpu"))
-                task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
-                local = registry.find("launchers", "local")()
-                environ = {**os.environ, **({"PARALLELIZE_KEY": key} if key else {})}
-                outcome = Outcome.returned(World(), local.launch(task, node=node, environ=environ))
-            except BaseException as error:  # noqa: BLE001 - any error is the result of the call
-                outcome = Outcome.raised(World(), error)
+            task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
+            local = registry.find("launchers", "local")()
+            environ = {**os.environ, **({"PARALLELIZE_KEY": key} if key else {})}
+            outcome = Outcome.returned(World(), local.launch(task, node=node, environ=environ))
+        except BaseException as error:  # noqa: BLE001 - any error is the result of the call
+            outcome = Outcome.raised(World(), error)
+        with call_folder() as folder:
+            path = folder / "outcome"
             outcome.write(path)
             return path.read_bytes()
 

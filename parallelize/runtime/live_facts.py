@@ -6,9 +6,7 @@ import contextlib
 import os
 import re
 import socket
-import stat
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.cluster.store import CALL_FOLDER, STORE_FILE
+from parallelize.cluster.call_folders import own_call_folders
+from parallelize.cluster.store import STORE_FILE
 from parallelize.hang_detection.stack_frames import Stack, is_in_collective
 from parallelize.torch_patches.step import StepCount
 
@@ -95,20 +94,10 @@ def listed_runs() -> set[str]:
 def _stores_in_folders() -> set[str]:
     """Return the stores in the folders of this user's calls."""
     paths = set()
-    for folder in Path(tempfile.gettempdir()).glob(f"{CALL_FOLDER}*"):
-        try:
-            number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            status = os.fstat(number)
-            is_private = status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
-            if is_private and stat.S_ISREG(os.stat(STORE_FILE, dir_fd=number, follow_symlinks=False).st_mode):
-                paths.add(str(folder / STORE_FILE))
-        except FileNotFoundError:  # a call of several nodes, or one whose workers have not met yet
-            pass
-        finally:
-            os.close(number)
+    for folder in own_call_folders():
+        # There is none in a call of several nodes, or in one whose workers have not met yet.
+        if (folder / STORE_FILE).is_file():
+            paths.add(str(folder / STORE_FILE))
     return paths
 
 

@@ -24,22 +24,24 @@ from parallelize.config.explain import precision_summary
 from parallelize.plugins.base import Engine
 from parallelize.runtime.context import Runtime, active
 
-__all__ = ["ActiveLoader", "StartupSummary", "announced", "size_text"]
+__all__ = ["ActiveLoader", "StartupSummary", "announce", "announced", "size_text"]
 
 _log = logging.getLogger("parallelize")
 _IS_LOGGED = "startup summary logged"  # in Runtime.flags
 _ANNOUNCED_AFTER_S = 1.0
 
 
+def announce(text: str) -> None:
+    """Write a line about this program's start to stderr."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the terminal may be closed; there is no stderr
+        sys.stderr.write(f"parallelize: {text}\n")
+        sys.stderr.flush()
+
+
 @contextlib.contextmanager
 def announced(text: str) -> Iterator[None]:
     """Write a line to stderr, if it is a terminal, when the block has run for a second."""
-
-    def write() -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
-            sys.stderr.write(f"parallelize: {text}\n")
-
-    timer = threading.Timer(_ANNOUNCED_AFTER_S, write)
+    timer = threading.Timer(_ANNOUNCED_AFTER_S, announce, [text])
     timer.daemon = True
     if sys.stderr is not None and sys.stderr.isatty():
         timer.start()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -137,26 +135,6 @@ CLASSES = """
 def test_classes_and_caches_of_a_script(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """What comes back is of the caller's own classes, which stay as they are; a cached function is sent anew."""
     assert run_script(CLASSES).stdout == "832040 2 1 True True\n"
-
-
-def test_folders_of_killed_programs_are_removed_by_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder that nobody has locked goes, with what is in it; that of a call that runs stays, as one just made."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed, used, new = (tmp_path / f"parallelize-call-{name}" for name in ("killed", "used", "new"))
-    for each in (killed, used, new):
-        each.mkdir()
-        (each / "task").write_bytes(b"weights")
-    for each in (killed, used):
-        os.utime(each, (0, 0))
-    number = os.open(used, os.O_RDONLY)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX)
-        echo()
-    finally:
-        os.close(number)
-    assert sorted(tmp_path.glob("*/task")) == sorted([used / "task", new / "task"])
 
 
 @pytest.mark.slow

@@ -52,6 +52,9 @@ def train(factor=1):
         if what == "kill":
             os.write(1, b"last words")
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "kill server":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(300)
     if what in ("raise", "kill", "sleep") and not options.get("max_restarts"):
         time.sleep(300)
     if what == "save":
@@ -171,6 +174,18 @@ def test_every_node_gets_rank_0s_value(nodes: Nodes, how: str) -> None:
 def test_a_restart_includes_all_nodes(nodes: Nodes) -> None:
     """With max_restarts=1 a failure on one node restarts the workers of both, and the call succeeds."""
     assert [each["value"] for each in results(nodes.start("raise", 0, 1, max_restarts=1))] == [[12.0, 0, 0, 0, 1]] * 2
+
+
+def test_a_killed_fork_server_restarts_all_nodes(nodes: Nodes) -> None:
+    """The other node hears of it, and both start their workers anew."""
+    started = nodes.start("kill server", 0, 1, max_restarts=1)
+    assert [each["value"] for each in results(started)] == [[12.0, 0, 0, 0, 1]] * 2
+
+
+def test_a_killed_fork_server_is_the_error_on_all_nodes(nodes: Nodes) -> None:
+    """Without restarts: each node raises the error of the node whose fork server was killed."""
+    for error, text in errors(nodes.start("kill server", 0, 1)):
+        assert (error, "the fork server, which starts the worker processes, has ended" in text) == ("LaunchError", True)
 
 
 # what the script does, the nodes, options, the error on each of them, parts of its text

@@ -1,11 +1,21 @@
 """The fork server: it has imported torch once for all calls, and forks their workers.
 
 caller ── a socket for each call ──> fork server ──> worker (own process group) ──> its children
-          number of workers, requests ──>  <── process ids, exit codes
 
-A call's workers end when its socket closes, which the kernel does however the caller ends: with SIGTERM, and SIGKILL to
-their process groups some seconds later. That reaches workers that are stopped, or in compiled code, too. The server is
-in a session of its own, so a terminal's Ctrl-C and a `timeout` reach the caller alone.
+    StartWorkers       ──>                          at once: they are forked while the caller pickles the call
+    RequestsOfWorkers  ──>  <── WorkersReport       again for each worker that has ended
+                            <── WorkersRefused      they cannot be forked
+    InterruptWorkers   ──>                          Ctrl-C
+    EndWorkers         ──>  <── WorkersEnded        they and their groups have ended, and are reaped
+    LeaveCall          ──>                          the caller has removed the call's folder
+
+When the socket closes instead, as the kernel does it however the caller ends, the server ends the
+workers, with SIGTERM, and SIGKILL to their process groups some seconds later, and removes the
+folder. SIGKILL reaches workers that are stopped, or in compiled code, too. The server is in a
+session of its own, so a terminal's Ctrl-C and a `timeout` reach the caller alone.
+
+A worker that has ended stays a zombie until the whole call is over. As long as it does, no other process gets its
+number, by which the server sends signals to it and to its group.
 """
 
 from __future__ import annotations
@@ -20,27 +30,45 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import resource_tracker
+from multiprocessing import popen_fork, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["connect", "kill_group", "serve"]
+from parallelize.cluster.call_folders import remove_call_folder
+
+__all__ = [
+    "EndWorkers",
+    "InterruptWorkers",
+    "RequestsOfWorkers",
+    "ServerCall",
+    "StartWorkers",
+    "WorkersEnded",
+    "WorkersRefused",
+    "WorkersReport",
+    "connected",
+    "serve",
+]
 
 _END_GRACE_S = 5.0  # between SIGTERM and SIGKILL, for workers whose caller has ended
 _LOOK_EVERY_S = 1.0  # whether the caller has ended, if a process that it has forked keeps its sockets open
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _POLL_EVERY_S = 0.05  # how a worker has ended whose children keep its sentinel open
+_SERVER_KILL_TIMEOUT_S = 5.0  # a killed process that waits for a device ends later
+# The path of a socket has at most so many bytes: `sun_path` of <sys/un.h>, without its last zero.
+_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+# As multiprocessing.connection.arbitrary_address names it.
+_SOCKET_NAME = "listener-12345678"
 
 _TORCH = (
     "torch._dynamo",  # DistributedDataParallel imports it, which takes a second per rank
@@ -74,47 +102,154 @@ _READ_AT_IMPORT = re.compile(
 _BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@dataclass(frozen=True)
+class StartWorkers(NamedTuple):
+    """Fork workers, which wait for their requests.
+
+    Args:
+        number: how many.
+        folder: the call's folder, which the server removes if the caller is killed.
+    """
+
+    number: int
+    folder: str
+
+
+class RequestsOfWorkers(NamedTuple):
+    """What the workers run.
+
+    Args:
+        cwd: the caller's current folder.
+        paths: for each worker, a file with a pickled tuple of a function and its arguments.
+    """
+
+    cwd: str
+    paths: Sequence[str]
+
+
+class InterruptWorkers(NamedTuple):
+    """Send SIGINT to the workers."""
+
+
+class EndWorkers(NamedTuple):
+    """End the workers, and what they have started.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL.
+    """
+
+    grace_s: float
+
+
+class _LeaveCall(NamedTuple):
+    """The caller says nothing more, and has removed the call's folder."""
+
+
+class WorkersReport(NamedTuple):
+    """The workers' process ids, and the exit codes of those that have ended, as in multiprocessing."""
+
+    pids: Sequence[int]
+    exitcodes: Sequence[int | None]
+
+
+class WorkersRefused(NamedTuple):
+    """The workers cannot be forked.
+
+    Args:
+        reason: what the kernel says.
+    """
+
+    reason: str
+
+
+class WorkersEnded(NamedTuple):
+    """All workers and their groups have ended; other processes may have their numbers from now on."""
+
+
+@dataclass(eq=False)
 class _Server:
     """A fork server, as its caller sees it.
 
     Args:
         owner: process that has started it.
         key: what chooses it: the variables that libraries read when they are imported; None: it imports nothing.
+        packages: names of what it imports.
         process: the server.
-        control: socket by which it gets the socket of each call; it ends when this is closed, and its calls have ended.
+        control: socket by which it gets the socket of each call; it ends when this is closed, and
+            its calls have ended.
+        open_calls: how many calls the caller has not left.
     """
 
     owner: int
     key: object
-    process: subprocess.Popen[str]
+    packages: Sequence[str]
+    process: subprocess.Popen[bytes]
     control: socket.socket
+    open_calls: int = 0
 
 
 _servers: list[_Server] = []
 _start_lock = threading.Lock()
 
 
-def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
-    """Return a connection to a fork server, for the workers of one call.
+class ServerCall:
+    """A call at the fork server, as its caller sees it.
 
-    It gets the number of workers, which it forks at once; then the call's folder, the caller's current one, and for
-    each worker a file with a pickled tuple of a function and its arguments; then, to end the workers, the seconds
-    between SIGTERM and SIGKILL. It sends the workers' process ids and exit codes, again for each exit, or text: why
-    they cannot be forked.
+    Attributes:
+        connection: for the messages above.
+    """
+
+    def __init__(self, server: _Server, connection: Connection) -> None:
+        self._server, self.connection = server, connection
+
+    def is_server_running(self) -> bool:
+        """Return whether the server has not ended, so that it keeps the numbers of its workers."""
+        return self._server.process.poll() is None
+
+    def describe_server(self) -> str:
+        """Say what the server does as long as it does not answer."""
+        pid = self._server.process.pid
+        with contextlib.suppress(OSError):  # not Linux; it has ended
+            # The state follows the name of the program, which stands in parentheses.
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "T":
+                return f"the fork server (process {pid}), which a signal has stopped"
+        packages = ", ".join(self._server.packages) or "nothing but this package"
+        return f"the fork server (process {pid}), which imports {packages}"
+
+    def kill_server(self) -> None:
+        """Kill the server, which no call uses any more; Linux kills its workers with it."""
+        with _start_lock:
+            self._server.control.close()
+        self._server.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.process.wait(_SERVER_KILL_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def connected(environ: Mapping[str, str], *, is_preloaded: bool) -> Iterator[ServerCall]:
+    """Connect to a fork server for the workers of one call; leave the call with the block.
 
     Args:
-        environ: variables of a fork server that has to be started: the first, after a fork of this process, or if those
-            have changed that libraries read when they are imported.
+        environ: variables of a fork server that has to be started: the first, after a fork of this
+            process, or if those have changed that libraries read when they are imported.
         is_preloaded: whether the processes are forked from a server that has imported torch.
     """
-    ours, its = socket.socketpair()
-    connection = Connection(ours.detach())
-    with _start_lock, its:
-        server = _running_server(environ, is_preloaded=is_preloaded)
-        with contextlib.suppress(OSError):  # it has just ended, which closes the connection
-            socket.send_fds(server.control, [b"+"], [its.fileno()])
-    return connection
+    callers_end, servers_end = socket.socketpair()
+    connection = Connection(callers_end.detach())
+    with connection:
+        with _start_lock, servers_end:
+            server = _running_server(environ, is_preloaded=is_preloaded)
+            server.open_calls += 1
+            with contextlib.suppress(OSError):  # it has just ended, which closes the connection
+                socket.send_fds(server.control, [b"+"], [servers_end.fileno()])
+        try:
+            yield ServerCall(server, connection)
+        finally:
+            # Closing is not enough: a child that this process has forked meanwhile may keep the connection open.
+            with contextlib.suppress(OSError):
+                connection.send(_LeaveCall())
+            with _start_lock:
+                server.open_calls -= 1
 
 
 def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
@@ -127,70 +262,88 @@ def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Serve
         server.control.close()
         if server.process.poll() is not None:
             _servers.remove(server)
-    control, its = socket.socketpair()
-    # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
-    path = [str(Path(each).absolute()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
-    code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({its.fileno()})"
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
-            env=environ,
-            cwd="/",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # workers have files
-            text=True,
-            pass_fds=[its.fileno()],
-            start_new_session=True,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        its.close()
-    _servers.append(_Server(os.getpid(), key, process, control))
     modules = list(_TORCH) if is_preloaded else []
     if is_preloaded and environ.get("PARALLELIZE_PRELOAD") != "0":
         modules += [name for name in list(sys.modules) if name.partition(".")[0] in _FORKABLE]
-    assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin:  # as above
-        json.dump(modules, process.stdin)
-    return _servers[-1]
+    server = _started_server(environ, key, modules)
+    _servers.append(server)
+    return server
+
+
+def _started_server(environ: Mapping[str, str], key: object, modules: Sequence[str]) -> _Server:
+    """Start a server that imports these modules."""
+    control, servers_control = socket.socketpair()
+    # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
+    path = [str(Path(each).absolute()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
+    number = servers_control.fileno()
+    code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({number})"
+    # A file, not a pipe: the server gets all of it if this process is killed, and a server that
+    # does not read it is not waited for here.
+    with tempfile.TemporaryFile() as names, servers_control:
+        names.write(json.dumps(modules).encode())
+        names.seek(0)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
+                env=environ,
+                cwd="/",
+                stdin=names,
+                stdout=subprocess.DEVNULL,  # workers have files
+                pass_fds=[number],
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    packages = list(dict.fromkeys(name.partition(".")[0] for name in modules))
+    return _Server(os.getpid(), key, packages, process, control)
 
 
 @atexit.register
 def _end_servers() -> None:
     for server in _servers:
         server.control.close()
-        if server.owner == os.getpid():
+        # A server with a call, of a thread that ends with this process, ends that call's workers, and
+        # removes its folder.
+        if server.owner == os.getpid() and not server.open_calls:
             server.process.kill()  # it may still import
             server.process.wait()
-
-
-def kill_group(pid: int) -> None:
-    """Kill a worker and its process group, which it leads; a worker that has just been forked leads none yet."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
 
 
 def serve(number: int) -> None:
     """Run the fork server of the process that holds the other end of a socket, by which it sends one for each call."""
     control, caller = socket.socket(fileno=number), os.getppid()
+    # If the caller ignores SIGCHLD, a server that did so, too, would have the kernel reap its workers.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _preload(json.load(sys.stdin))
     resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # the start of the tracker unblocks some
     calls, is_open = list[_Call](), True
     while is_open or calls:
-        awaited: list[Any] = [*([control] if is_open else []), *(each for call in calls for each in call.awaited())]
-        if control in wait(awaited, _POLL_EVERY_S if calls else _LOOK_EVERY_S):
-            message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            calls += [_Call(Connection(each)) for each in descriptors]
-            is_open = bool(message)
-        has_caller = os.getppid() == caller
-        is_open = is_open and has_caller
+        awaited: list[Any] = [control] if is_open else []
         for call in calls:
-            call.look([control, *(each for other in calls for each in other.files())], has_caller=has_caller)
-        calls = [each for each in calls if not each.connection.closed]
+            awaited += call.awaited()
+        wait(awaited, _POLL_EVERY_S if calls else _LOOK_EVERY_S)
+        # Looked up before anything is read: all that an ended caller has sent can be read then.
+        has_caller = os.getppid() == caller
+        is_open = is_open and _accept(control, calls) and has_caller
+        for call in calls:
+            files: list[Any] = [control]
+            for other in calls:
+                files += other.files()
+            call.look(files, has_caller=has_caller)
+        calls = [call for call in calls if not call.connection.closed]
     os._exit(0)
+
+
+def _accept(control: socket.socket, calls: list[_Call]) -> bool:
+    """Add the calls that the caller has sent; return whether it may send more."""
+    while wait([control], 0):
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        calls += [_Call(Connection(descriptor)) for descriptor in descriptors]
+        if not message:
+            return False
+    return True
 
 
 _entered = contextlib.ExitStack()  # until the server ends
@@ -216,18 +369,62 @@ def _preload(modules: Sequence[str]) -> None:
     gc.freeze()  # so that collections in workers do not copy the pages of these modules
 
 
+class _WaitingFork(popen_fork.Popen):
+    """A forked worker whose number is its own until `reap`: when it has ended, it stays a zombie.
+
+    multiprocessing reaps a process as soon as anybody asks for its exit code, or starts another
+    one. Systems without WNOWAIT, such as macOS before Python 3.13, leave no other way; there, an
+    ended worker's group gets no signal.
+    """
+
+    _is_reaped = False
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code; None: the worker has not ended."""
+        if not hasattr(os, "WNOWAIT"):
+            self._is_reaped = super().poll(flag) is not None
+        elif self.returncode is None:
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag)
+            if end is not None:
+                self.returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        return self.returncode
+
+    def interrupt(self) -> None:
+        """Send SIGINT, if the worker has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGINT)
+
+    def kill_group(self) -> None:
+        """Kill the worker and the process group that it leads, unless it has just been forked."""
+        if self._is_reaped:
+            return
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Let go of the number of a worker that has ended."""
+        if not self._is_reaped:
+            self._is_reaped = True
+            os.waitpid(self.pid, 0)
+
+
 class _Call:
     """The workers of a call, as the fork server sees them.
 
+    running ── EndWorkers, or the caller has ended ──> ending: SIGTERM ── all have ended, or the grace is over ──>
+    killed: SIGKILL to their groups ── all have ended ──> ended: reaped ── the caller has left ──> closed
+
     Attributes:
-        connection: to the caller; closed once the workers have ended.
+        connection: to the caller; closed when there is nothing more to do.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._workers, self._requests = list[Any](), list[Connection]()  # a request for each worker
-        self._folder, self._told = "", list[Any]()
-        self._kill_at, self._is_killed, self._is_alone = math.inf, False, False
+        self._workers, self._requests = list[_WaitingFork](), list[Connection]()  # a request for each worker
+        self._folder, self._reported = "", list[int | None]()
+        self._kill_at, self._are_killed, self._have_ended = math.inf, False, False
+        self._has_caller = True
 
     def files(self) -> list[Any]:
         """Return what the server has open for this call."""
@@ -235,8 +432,8 @@ class _Call:
 
     def awaited(self) -> list[Any]:
         """Return what shows that there is something to do."""
-        living = [each.sentinel for each in self._workers if each.exitcode is None]
-        return [*living, *([self.connection] if self._kill_at == math.inf else [])]
+        living = [worker.sentinel for worker in self._workers if worker.poll() is None]
+        return [*living, *([self.connection] if self._has_caller else [])]
 
     def look(self, files: Sequence[Any], *, has_caller: bool) -> None:
         """Do what the caller asks for, tell it how its workers end, and end them if it asks for that, or has ended.
@@ -245,55 +442,92 @@ class _Call:
             files: what the server has open, and workers must not keep.
             has_caller: whether the caller runs.
         """
-        if self._kill_at == math.inf and (not has_caller or self.connection.poll()):
-            try:
-                self._do(self.connection.recv() if has_caller else None, files)
-            except (EOFError, OSError):
-                self._do(None, files)
-        exitcodes = [each.exitcode for each in self._workers]
-        if exitcodes != self._told and not self._is_killed:
-            self._told = exitcodes
-            with contextlib.suppress(OSError):  # the caller has ended
-                self.connection.send(([each.pid for each in self._workers], exitcodes))
-        has_ended = None not in exitcodes
-        if not self._is_killed and (time.monotonic() > self._kill_at or (has_ended and self._kill_at < math.inf)):
-            self._is_killed = True
-            for each in self._workers:
-                kill_group(each.pid)
-        if self._is_killed and has_ended:
-            for each in self._workers:
-                each.close()
-            if self._is_alone and self._folder:
-                shutil.rmtree(self._folder, ignore_errors=True)
+        self._read(files, has_caller=has_caller)
+        exitcodes = [worker.poll() for worker in self._workers]
+        if exitcodes != self._reported and not self._are_killed:
+            self._reported = exitcodes
+            self._tell(WorkersReport([worker.pid for worker in self._workers], exitcodes))
+        have_ended = None not in exitcodes
+        is_ending = self._kill_at < math.inf
+        is_late = time.monotonic() > self._kill_at
+        if not self._are_killed and is_ending and (is_late or have_ended):
+            self._are_killed = True
+            for worker in self._workers:
+                worker.kill_group()
+        if self._are_killed and have_ended and not self._have_ended:
+            self._have_ended = True
+            for worker in self._workers:
+                worker.reap()
+                worker.close()
+            self._workers.clear()
+            self._tell(WorkersEnded())
+        if self._have_ended and not self._has_caller:
+            if self._folder:
+                remove_call_folder(Path(self._folder))
             self.connection.close()
 
-    def _do(self, request: Any, files: Sequence[Any]) -> None:
-        """Start the workers (int), give each what it runs (tuple), or end them (float; None: the caller has ended)."""
-        if isinstance(request, int):
-            for _ in range(request):
-                its, ours = multiprocessing.Pipe(duplex=False)
-                self._requests.append(ours)
-                worker = multiprocessing.get_context("fork").Process(
-                    target=_work, args=([*files, *self._requests], its)
-                )
-                try:
-                    worker.start()
-                except OSError as error:  # too many processes, or too little memory
-                    self.connection.send(str(error))
-                    raise
-                self._workers.append(worker)
-                its.close()
-        elif isinstance(request, tuple):
-            self._folder, cwd, paths = request
-            for ours, each in zip(self._requests, paths, strict=True):
-                with ours, contextlib.suppress(OSError):  # it was killed
-                    ours.send((cwd, each))  # little: a worker that is stopped does not read it
+    def _read(self, files: Sequence[Any], *, has_caller: bool) -> None:
+        """Read what the caller has sent: if it was killed, too, as that names the call's folder."""
+        while self._has_caller:
+            try:
+                if self.connection.poll():
+                    message = self.connection.recv()
+                elif has_caller:
+                    return
+                else:  # a process that it has forked keeps the connection open
+                    message = _LeaveCall()
+            except (EOFError, OSError):
+                message = _LeaveCall()
+            self._do(message, files, has_caller=has_caller)
+
+    def _do(self, message: object, files: Sequence[Any], *, has_caller: bool) -> None:
+        if isinstance(message, StartWorkers):
+            self._folder = message.folder
+            if has_caller:
+                self._start(message.number, files)
+        elif isinstance(message, RequestsOfWorkers):
+            # If the caller was killed meanwhile, no worker was forked.
+            for request, path in zip(self._requests, message.paths, strict=False):
+                with request, contextlib.suppress(OSError):  # the worker was killed
+                    # So little that it waits for no reader, as a worker that is stopped.
+                    request.send((message.cwd, path))
             self._requests.clear()
-        else:
-            self._is_alone = request is None
-            self._kill_at = time.monotonic() + (_END_GRACE_S if request is None else request)
-            for each in self._workers:
-                each.terminate()
+        elif isinstance(message, InterruptWorkers):
+            for worker in self._workers:
+                worker.interrupt()
+        elif isinstance(message, EndWorkers):
+            self._end(message.grace_s)
+        elif isinstance(message, _LeaveCall):
+            self._has_caller = False
+            if self._kill_at == math.inf:
+                self._end(_END_GRACE_S)
+
+    def _start(self, number: int, files: Sequence[Any]) -> None:
+        for _ in range(number):
+            workers_end, servers_end = multiprocessing.Pipe(duplex=False)
+            self._requests.append(servers_end)
+            arguments = ([*files, *self._requests], workers_end)
+            process: Any = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
+            process._Popen = _WaitingFork  # which `start` calls
+            with workers_end:
+                try:
+                    process.start()
+                except OSError as error:  # too many processes, or too little memory
+                    self._tell(WorkersRefused(str(error)))
+                    self._end(0.0)
+                    return
+            self._workers.append(process._popen)
+
+    def _end(self, grace_s: float) -> None:
+        """End the workers, now or earlier than it was said before."""
+        if self._kill_at == math.inf:
+            for worker in self._workers:
+                worker.terminate()
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
+
+    def _tell(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # the caller has ended
+            self.connection.send(message)
 
 
 def _work(files: Sequence[Any], its: Connection) -> None:
@@ -310,6 +544,19 @@ def _work(files: Sequence[Any], its: Connection) -> None:
     except (EOFError, FileNotFoundError):  # the server was killed; the caller has left, and its folder with it
         return
     its.close()
+    _keep_sockets_in(Path(path).parent)
     os.chdir(cwd)
     function, *arguments = pickle.loads(request)
     function(*arguments)
+
+
+def _keep_sockets_in(folder: Path) -> None:
+    """Let multiprocessing make its sockets in the call's folder, also in the processes that this one starts.
+
+    By itself it makes a folder for them in the temporary folder (`multiprocessing.util`,
+    `get_temp_dir`). A process that is killed leaves that there, as a DataLoader's worker is that
+    has sent a tensor and lives at the end of the call.
+    """
+    if len(os.fsencode(folder / _SOCKET_NAME)) <= _SOCKET_PATH_BYTES:
+        process: Any = multiprocessing.current_process()
+        process._config["tempdir"] = str(folder)

@@ -6,14 +6,11 @@ caller ── pickles the call ──> nodes meet ──> Workers ──> outcom
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
 import signal
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -21,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.call.task import Outcome, Task
+from parallelize.cluster.call_folders import call_folder
 from parallelize.cluster.devices import MASKS, compose_visible_devices
 from parallelize.cluster.network import resolvable_address
-from parallelize.cluster.store import CALL_FOLDER
 from parallelize.cluster.world import Node, World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError
 from parallelize.launchers.failures import caller_exception
 from parallelize.launchers.local.debugger import Keyboard, open_keyboard
+from parallelize.launchers.local.fork_server import connected
 from parallelize.launchers.local.nodes import Nodes
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
 from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open_standard_streams, rank_file
@@ -39,8 +37,6 @@ from parallelize.worker.main import WorkerSetup, task_path
 
 __all__ = ["LocalLauncher", "worker_environ"]
 
-
-_LEFT_AFTER_S = 60.0  # when a folder without a lock is not one that is being made
 
 _log = logging.getLogger("parallelize")
 
@@ -110,11 +106,14 @@ class LocalLauncher(Launcher):
         earlier: Sequence[BaseException],
     ) -> tuple[list[Outcome], BaseException | None]:
         """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
-        # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
         variables = worker_environ(environ, task.layout, cores=_available_cores())
         variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
-        workers = Workers(task.layout.local_world_size, variables, is_preloaded=self.start_method != "spawn")
-        with _call_folder() as folder, contextlib.closing(workers):
+        server = connected(variables, is_preloaded=self.start_method != "spawn")
+        # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
+        # The fork server hears of the folder while it is empty, and is left last: then it removes what is there.
+        with server as call, call_folder() as folder, contextlib.ExitStack() as ended:
+            workers = Workers(call, task.layout.local_world_size, folder)
+            ended.callback(workers.close)
             task.write(task_path(folder), is_local=True)
             keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
             with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
@@ -169,7 +168,7 @@ class LocalLauncher(Launcher):
         with forwarded([tail for world in worlds for tail in _tails(folder, world.rank, logs)]):
             what = f"starting {size} processes of {task.name}, which import torch and what this program has imported"
             with announced(what):
-                workers.start(setup, worlds, folder)
+                workers.start(setup, worlds, folder, task.layout.config.timeout)
             try:
                 return nodes.exchange(_watched(workers, nodes, signals, keyboard))
             finally:
@@ -193,32 +192,6 @@ class LocalLauncher(Launcher):
             key=environ.get("PARALLELIZE_KEY", ""),
             serves_store=_serves_store(task.layout),
         )
-
-
-@contextlib.contextmanager
-def _call_folder() -> Iterator[Path]:
-    """Make the folder of a call, locked as long as this process lives; remove those of processes that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{CALL_FOLDER}*"):
-        with contextlib.suppress(OSError), _opened(left) as number:  # another user's, or locked
-            about = os.fstat(number)
-            if about.st_uid == os.getuid() and time.time() - about.st_mtime > _LEFT_AFTER_S:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=CALL_FOLDER, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        with _opened(folder) as number:
-            with contextlib.suppress(OSError):  # a disk without locks
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield folder
-
-
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        yield number
-    finally:
-        os.close(number)
 
 
 def _serves_store(layout: Layout) -> bool:

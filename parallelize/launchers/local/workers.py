@@ -11,8 +11,10 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from parallelize.call.task import Outcome
@@ -20,8 +22,18 @@ from parallelize.cluster.world import World
 from parallelize.errors import LaunchError
 from parallelize.hang_detection.stack_frames import call_site_in
 from parallelize.launchers.failures import ended
-from parallelize.launchers.local.fork_server import connect, kill_group
+from parallelize.launchers.local.fork_server import (
+    EndWorkers,
+    InterruptWorkers,
+    RequestsOfWorkers,
+    ServerCall,
+    StartWorkers,
+    WorkersEnded,
+    WorkersRefused,
+    WorkersReport,
+)
 from parallelize.launchers.output import rank_file, read_output
+from parallelize.runtime.startup_summary import announce
 from parallelize.worker.main import LEAVE_GRACE_S, WorkerSetup, outcome_paths, run
 
 __all__ = ["STOP_GRACE_S", "Workers"]
@@ -31,6 +43,9 @@ STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks
 INTERRUPT_GRACE_S = 30.0  # after Ctrl-C: time for what the function does with a KeyboardInterrupt, such as to save
 _LEAVE_TIMEOUT_S = 2 * LEAVE_GRACE_S  # after the last outcome
 _KILL_TIMEOUT_S = 15.0  # a driver takes seconds to free the memory of a process
+_ANNOUNCED_AFTER_S = 30.0  # what is waited for, while the fork server does not answer
+# PIDFD_SIGNAL_PROCESS_GROUP of <linux/pidfd.h>, since Linux 6.9: the signal reaches the process group.
+_TO_GROUP = 4
 _SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 _log = logging.getLogger("parallelize")
@@ -41,34 +56,39 @@ class Workers:
 
     They wait until `start` gives them what they run, so that they are made while the caller pickles it.
 
+    If the fork server is lost, that is the outcome of a rank that has not returned: it ends the call on all nodes, and
+    counts as a failure for `max_restarts=`.
+
     Args:
+        call: the call at the fork server.
         number: how many.
-        environ: their environment variables.
-        is_preloaded: whether they are forked from a process that has imported torch.
+        folder: the call's folder, which the fork server removes if this process is killed.
     """
 
-    def __init__(self, number: int, environ: Mapping[str, str], *, is_preloaded: bool) -> None:
+    def __init__(self, call: ServerCall, number: int, folder: Path) -> None:
+        self._call, self._folder = call, folder
         self._ranks = list[int]()
         self._pids, self._exitcodes = list[int](), list[int | None]()  # in the order of the ranks
+        self._pidfds = list[int]()
+        self._server_error: LaunchError | None = None
         self._is_ending = self._is_over = False
         self._give_up_at = float("inf")
         self._ended: list[Outcome] = []
-        self._connection = connect(environ, is_preloaded=is_preloaded)
-        with suppress(OSError):  # the server has ended, as `start` will say
-            self._connection.send(number)
+        self._tell(StartWorkers(number, str(folder)))
 
-    def start(self, setup: WorkerSetup, worlds: Sequence[World], output: Path) -> None:
-        """Give the workers what they run.
+    def start(self, setup: WorkerSetup, worlds: Sequence[World], output: Path, timeout: timedelta) -> None:
+        """Give the workers what they run; wait until the fork server has forked them, or is lost.
 
         Args:
             setup: what each process is set up with; its folder gets their outcomes.
             worlds: rank and world size of each.
             output: folder for the files of the workers' output.
+            timeout: when a fork server that does not answer is lost.
 
         Raises:
-            LaunchError: the fork server has ended, or the current folder does not exist.
+            LaunchError: the processes cannot be forked, or the current folder does not exist.
         """
-        self._folder, self._output = Path(setup.folder), output
+        self._output = output
         self._ranks = [world.rank for world in worlds]
         paths = [self._folder / f"setup.{rank}" for rank in self._ranks]
         for world, path in zip(worlds, paths, strict=True):
@@ -80,27 +100,45 @@ class Workers:
             what, why = "the current folder does not exist", "processes start in the folder of their caller"
             raise LaunchError(what, why=why, fix="change to one that does: os.chdir(...)") from exc
         try:
-            with suppress(OSError):
-                self._connection.send((setup.folder, cwd, list(map(str, paths))))
-            while not self._pids:
-                self._look(_LOOK_EVERY_S)
+            self._tell(RequestsOfWorkers(cwd, list(map(str, paths))))
+            self._await_server(timeout.total_seconds())
         except BaseException:
             self.close()  # do not wait for a server that may still import
             raise
 
+    def _await_server(self, timeout_s: float) -> None:
+        """Wait until the fork server has forked the workers, or is lost."""
+        asked_at = time.monotonic()
+        is_announced = False
+        while not self._pids and not self._is_over:
+            self._look(_LOOK_EVERY_S)
+            waited_s = time.monotonic() - asked_at
+            if waited_s > timeout_s and not self._pids:
+                doing = self._call.describe_server()
+                self._call.kill_server()
+                self._lose_server(
+                    LaunchError(
+                        "the fork server, which starts the worker processes, did not answer within "
+                        f"timeout={timeout_s:g} s",
+                        why=f"on {socket.gethostname()}: {doing}; it was killed",
+                        fix="increase timeout= if imports are slow; PARALLELIZE_PRELOAD=0 leaves all "
+                        "but torch's to the workers, whose lines are shown if one hangs",
+                    )
+                )
+            elif waited_s > _ANNOUNCED_AFTER_S and not is_announced:
+                is_announced = True
+                doing = self._call.describe_server()
+                announce(f"waiting for {doing}, for {waited_s:.0f} s of timeout={timeout_s:g} s")
+
     def close(self) -> None:
         """Leave the workers to the fork server, which ends those that live."""
-        with suppress(OSError):  # a child that was forked meanwhile may keep the connection open
-            self._connection.send(0.0)
+        self._tell(EndWorkers(0.0))
         self._is_ending = True
-        self._connection.close()
+        while self._pidfds:
+            os.close(self._pidfds.pop())
 
     def watch(self, is_stopped: Callable[[], bool]) -> bool:
-        """Wait until all workers have returned (True), or one has failed, or others have (False).
-
-        Raises:
-            LaunchError: the fork server has ended.
-        """
+        """Wait until all workers have returned (True), or one has failed, or others have (False)."""
         leave_by: float | None = None
         while True:
             self._look(_LOOK_EVERY_S)
@@ -110,16 +148,14 @@ class Workers:
             if not all(self._has_returned(rank) for rank in self._ranks):
                 continue
             leave_by = leave_by or time.monotonic() + _LEAVE_TIMEOUT_S
-            if None not in self._exitcodes or time.monotonic() > leave_by:
+            if self._is_over or None not in self._exitcodes or time.monotonic() > leave_by:
                 self._report_ends()
                 return True
 
     def interrupt(self) -> None:
         """Send SIGINT to the workers, which then have some time to return."""
         self._give_up_at = time.monotonic() + INTERRUPT_GRACE_S
-        for pid in self._living():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
+        self._tell(InterruptWorkers())
 
     def outcomes(self) -> dict[int, Path | Outcome]:
         """Return the outcome of each rank that has written one, as a file, or has ended without one."""
@@ -139,35 +175,73 @@ class Workers:
             return
         self._is_ending = True
         end = time.monotonic() + grace_s + _KILL_TIMEOUT_S
-        with suppress(OSError):
-            self._connection.send(grace_s)
+        self._tell(EndWorkers(grace_s))
         while not self._is_over and time.monotonic() < end:
             self._look(_LOOK_EVERY_S)
         if not self._is_over:  # as in the driver of a GPU that hangs
             pids = ", ".join(map(str, self._living()))
             _log.error("worker %s does not end, %g s after SIGKILL: its GPU may hang", pids, _KILL_TIMEOUT_S)
 
+    def _tell(self, message: object) -> None:
+        with suppress(OSError):  # the server has ended, as `_look` will find
+            self._call.connection.send(message)
+
     def _look(self, timeout_s: float) -> None:
-        """Wait until a worker has ended, or the timeout; read which have."""
+        """Wait for what the fork server says, or the timeout."""
         try:
-            while self._connection.poll(timeout_s):
+            while not self._is_over and self._call.connection.poll(timeout_s):
                 timeout_s = 0
-                found = self._connection.recv()
-                if isinstance(found, str):
-                    fix = "end others, or raise the limit: of `ulimit -u`, the container's of processes, or of memory"
-                    raise LaunchError("the worker processes cannot be started", why=found, fix=fix)
-                self._pids, self._exitcodes = found
+                self._hear(self._call.connection.recv())
         except (EOFError, OSError):
+            self._lose_server(
+                LaunchError(
+                    "the fork server, which starts the worker processes, has ended",
+                    why=f"it was killed on {socket.gethostname()}, or lacked memory for its imports",
+                    fix="see the kernel's log, or use LocalLauncher(start_method='spawn')",
+                )
+            )
+
+    def _hear(self, message: object) -> None:
+        if isinstance(message, WorkersRefused):
+            fix = "end others, or raise the limit: of `ulimit -u`, the container's of processes, or of memory"
+            raise LaunchError("the worker processes cannot be started", why=message.reason, fix=fix)
+        if isinstance(message, WorkersEnded):
             self._is_over = True
-            if self._is_ending:
-                return
-            for pid in self._pids:
-                kill_group(pid)
-            raise LaunchError(
-                "the fork server, which starts the worker processes, has ended",
-                why="it was killed, or ran out of memory while it imported modules",
-                fix="see the kernel's log, or use LocalLauncher(start_method='spawn')",
-            ) from None
+        elif isinstance(message, WorkersReport):
+            if not self._pids:
+                self._pidfds = self._open_pidfds(message.pids)
+            self._pids, self._exitcodes = list(message.pids), list(message.exitcodes)
+
+    def _open_pidfds(self, pids: Sequence[int]) -> list[int]:
+        """Open the workers; none on systems without pidfds, and in a sandbox that refuses them."""
+        pidfds = list[int]()
+        with suppress(OSError, AttributeError):
+            for pid in pids:
+                pidfds.append(os.pidfd_open(pid))
+        # The server reaps no worker before it is told to. If it was killed, init reaps them, and
+        # other processes may have their numbers by now.
+        if not self._call.is_server_running():
+            while pidfds:
+                os.close(pidfds.pop())
+        return pidfds
+
+    def _lose_server(self, error: LaunchError) -> None:
+        """End the workers of a server that has ended; wait, since they may hold memory of a GPU.
+
+        Linux kills the workers with the server. What they have started is killed where a signal to
+        a pidfd can reach the process group. A number is no substitute: it may be in use again.
+        """
+        self._is_over = True
+        if not self._is_ending:
+            self._server_error = error
+        for pidfd in self._pidfds:
+            for flags in (_TO_GROUP, 0):
+                with suppress(OSError):  # it has ended; an older kernel
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL, None, flags)
+        end = time.monotonic() + _KILL_TIMEOUT_S
+        living = set(self._pidfds)
+        while living and time.monotonic() < end:
+            living -= set(wait(living, _LOOK_EVERY_S))
 
     def _living(self) -> list[int]:
         return [pid for pid, exitcode in zip(self._pids, self._exitcodes, strict=True) if exitcode is None]
@@ -178,16 +252,25 @@ class Workers:
     def _failed(self, ignored: Sequence[int] = ()) -> list[Outcome]:
         """Return outcomes of the workers that have ended without returning, if not with one of these exit codes."""
         host, now = socket.gethostname(), time.time()
-        return [
+        failed = [
             ended(rank, host, pid, exitcode, seen_at=now, output=read_output(self._output, rank))
-            for rank, pid, exitcode in zip(self._ranks, self._pids, self._exitcodes, strict=True)
+            for rank, pid, exitcode in zip(self._ranks, self._pids, self._exitcodes, strict=False)
             if exitcode is not None and exitcode not in ignored and not self._has_returned(rank)
         ]
+        if self._server_error is None:
+            return failed
+        ranks = {outcome.rank for outcome in failed}
+        for rank in self._ranks:
+            if rank not in ranks and not self._has_returned(rank):
+                return [*failed, Outcome(rank, host, os.getpid(), error=self._server_error, failed_at=now)]
+        return failed
 
     def _report_ends(self) -> None:
         """Log what ended processes after their outcomes were written."""
         text = "the process of rank %d ended with code %s after the call had its values: %s"
-        for rank, exitcode in zip(self._ranks, self._exitcodes, strict=True):
+        # Of the workers of a lost server, no exit codes are known.
+        exitcodes = self._exitcodes if self._server_error is None else []
+        for rank, exitcode in zip(self._ranks, exitcodes, strict=False):
             err = read_output(self._output, rank)[1].strip()
             last = err.rpartition("\n")[2]
             if exitcode != 0:

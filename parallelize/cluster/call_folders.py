@@ -1,0 +1,108 @@
+"""The folders of calls: private ones in the temporary folder, where every user of the machine may write.
+
+    <temporary folder>/parallelize-call-<host>-<random>     mode 0700, locked by the process that makes the call
+
+The caller removes the folder when the call is over. If the caller was killed, its fork server does,
+once the workers have ended; if that was killed, too, the next call of this user on this host does,
+which finds the folder without a lock.
+
+The name has the host, because several hosts may share the disk, and on some disks a lock holds on
+its own host alone. Another user may put anything under such a name: a FIFO, whose opening waits
+for a writer, a link, a device, or a folder. Nothing of that is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["CALL_FOLDER_PREFIX", "call_folder", "own_call_folders", "remove_call_folder"]
+
+CALL_FOLDER_PREFIX = "parallelize-call-"
+
+# A younger folder without a lock may belong to a call that is about to lock it.
+_ABANDONED_AFTER_S = 60.0
+# The path of a socket in the folder has at most 107 bytes (103 on macOS, of which the temporary
+# folder takes 49).
+_HOST_CHARACTERS = 16
+
+
+@contextlib.contextmanager
+def call_folder() -> Iterator[Path]:
+    """Make the folder of a call, which is removed with the block; remove those of killed programs."""
+    _remove_abandoned_folders()
+    folder = Path(tempfile.mkdtemp(prefix=_prefix_of_this_host()))
+    try:
+        folder.chmod(stat.S_IRWXU)  # the umask may have taken rights of this user, too
+        with _opened(folder) as descriptor:
+            with contextlib.suppress(OSError):  # a disk without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def own_call_folders() -> list[Path]:
+    """Return the folders of this user's calls on this host, those of killed programs too."""
+    temporary = Path(tempfile.gettempdir())
+    own_name = re.compile(re.escape(_prefix_of_this_host()) + "[a-z0-9_]+")
+    try:
+        names = os.listdir(temporary)  # noqa: PTH208 - names are compared, not paths
+    except OSError:  # whoever may write there need not be allowed to list it
+        return []
+    folders = [temporary / name for name in names if own_name.fullmatch(name)]
+    return [folder for folder in folders if _is_own_folder(folder)]
+
+
+def remove_call_folder(folder: Path) -> None:
+    """Remove a folder that its caller may have removed; another user may have the name since."""
+    if _is_own_folder(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned_folders() -> None:
+    """Remove the folders of this user's calls on this host that no process has locked."""
+    for folder in own_call_folders():
+        with contextlib.suppress(OSError), _opened(folder) as descriptor:
+            if time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_AFTER_S:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_call_folder(folder)
+
+
+def _prefix_of_this_host() -> str:
+    """Return the beginning of the names of folders on this host; what follows it in them has no "-"."""
+    host = urllib.parse.quote(os.fsencode(socket.gethostname()), safe="")
+    if len(host) > _HOST_CHARACTERS:
+        digest = hashlib.sha256(host.encode()).hexdigest()[:8]
+        host = f"{host[: _HOST_CHARACTERS - len(digest) - 1]}~{digest}"
+    return f"{CALL_FOLDER_PREFIX}{host}-"
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Return whether a path is a folder of this user, and not a link to one; nothing is opened."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Open a folder, and nothing that has taken its name since it was looked at."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
