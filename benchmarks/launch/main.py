@@ -1,8 +1,8 @@
 """Time to call a trivial function in two processes: this library and others, in turns.
 
 Each measurement is a new Python process that imports the contender's library and makes two calls, one call with a
-200 MB model, and one call in which rank 1 raises; or one call of a function that makes an optimizer. Contenders take
-turns, so that other load affects all of them.
+200 MB model, one with a tensor of that size, and one call in which rank 1 raises; or one call of a function that makes
+an optimizer. Contenders take turns, so that other load affects all of them.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def training() -> None:
 
 def with_model(model: nn.Module) -> float:
     return trivial() + model.weight[0, 0].item() * 0.0
+
+
+def with_tensor(tensor: torch.Tensor) -> float:
+    return trivial() + tensor[0].item() * 0.0
 
 
 def failing(stamp: str) -> None:
@@ -164,7 +168,7 @@ def torchrun(function: Callable[..., Any], *args: Any) -> None:
         raise RuntimeError(done.stderr.decode()[-2000:])
 
 
-# name -> (how it calls, required package, whether the caller may have initialized CUDA, whether it takes a model)
+# name -> (how it calls, required package, whether the caller may have initialized CUDA, whether it takes objects)
 CONTENDERS: dict[str, tuple[Callable[..., None], str, bool, bool]] = {
     "parallelize": (parallelize, "parallelize", True, True),
     "torch.multiprocessing.spawn": (torch_spawn, "torch", True, True),
@@ -176,22 +180,25 @@ CONTENDERS: dict[str, tuple[Callable[..., None], str, bool, bool]] = {
     "Monarch, kept processes": (monarch, "monarch", True, True),
     "Accelerate, debug_launcher": (accelerate_fork, "accelerate", False, True),
 }
-MEASURES = ("first", "second", "model", "failure", "training")
+MEASURES = ("first", "second", "model", "tensor", "failure", "training")
 
 
 def measure(name: str, measures: tuple[str, ...]) -> None:
     """Make the calls in this process; print each result at once, so that a crash loses only later results."""
-    call, package, _, takes_model = CONTENDERS[name]
+    call, package, _, takes_objects = CONTENDERS[name]
     importlib.import_module(package)
     model = nn.Linear(5000, 10_000, bias=False)  # 200 MB
+    tensor = torch.ones(5000 * 10_000)  # 200 MB
     for what in measures:
         start = time.perf_counter()
         if what in ("first", "second"):
             call(trivial)
         elif what == "training":
             call(training)
-        elif what == "model" and takes_model:
+        elif what == "model" and takes_objects:
             call(with_model, model)
+        elif what == "tensor" and takes_objects:
+            call(with_tensor, tensor)
         elif what == "failure":
             with tempfile.TemporaryDirectory() as folder:
                 stamp = Path(folder, "stamp")
@@ -238,7 +245,14 @@ def run(name: str, measures: tuple[str, ...]) -> dict[str, float]:
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
     """Return the table: median and minimum seconds, ratio to parallelize, and the number of rounds if some failed."""
-    titles = ("first call", "second call", "with a 200 MB model", "from failure to exception", "first that trains")
+    titles = (
+        "first call",
+        "second call",
+        "with a 200 MB model",
+        "with a 200 MB tensor",
+        "from failure to exception",
+        "first that trains",
+    )
     lines = [f"| | after CUDA | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
     for name, rounds in results.items():
         cells = []
