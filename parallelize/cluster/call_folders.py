@@ -1,6 +1,6 @@
-"""The folders of calls: private ones in the temporary folder, where every user of the machine may write.
+"""The folders of calls: private ones in the temporary folder, where every user may write.
 
-    <temporary folder>/parallelize-call-<host>-<random>     mode 0700, locked by the process that makes the call
+    <temporary folder>/parallelize-call-<host>-<random>     mode 0700, locked by the caller
 
 The caller removes the folder when the call is over. If the caller was killed, its fork server does,
 once the workers have ended; if that was killed, too, the next call of this user on this host does,
@@ -40,7 +40,7 @@ _HOST_CHARACTERS = 16
 
 @contextlib.contextmanager
 def call_folder() -> Iterator[Path]:
-    """Make the folder of a call, which is removed with the block; remove those of killed programs."""
+    """Make the folder of a call, for the block; remove folders that killed programs have left."""
     _remove_abandoned_folders()
     folder = Path(tempfile.mkdtemp(prefix=_prefix_of_this_host()))
     try:
@@ -81,7 +81,7 @@ def _remove_abandoned_folders() -> None:
 
 
 def _prefix_of_this_host() -> str:
-    """Return the beginning of the names of folders on this host; what follows it in them has no "-"."""
+    """Return how the names of this host's folders begin; what follows has no "-"."""
     host = urllib.parse.quote(os.fsencode(socket.gethostname()), safe="")
     if len(host) > _HOST_CHARACTERS:
         digest = hashlib.sha256(host.encode()).hexdigest()[:8]

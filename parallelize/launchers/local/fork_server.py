@@ -2,7 +2,7 @@
 
 caller ── a socket for each call ──> fork server ──> worker (own process group) ──> its children
 
-    StartWorkers       ──>                          at once: they are forked while the caller pickles the call
+    StartWorkers       ──>                          forked while the caller pickles the call
     RequestsOfWorkers  ──>  <── WorkersReport       again for each worker that has ended
                             <── WorkersRefused      they cannot be forked
     InterruptWorkers   ──>                          Ctrl-C
@@ -14,8 +14,8 @@ workers, with SIGTERM, and SIGKILL to their process groups some seconds later, a
 folder. SIGKILL reaches workers that are stopped, or in compiled code, too. The server is in a
 session of its own, so a terminal's Ctrl-C and a `timeout` reach the caller alone.
 
-A worker that has ended stays a zombie until the whole call is over. As long as it does, no other process gets its
-number, by which the server sends signals to it and to its group.
+A worker that has ended stays a zombie until the whole call is over. As long as it does, no other
+process gets its number, by which the server sends signals to it and to its group.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _LeaveCall(NamedTuple):
 
 
 class WorkersReport(NamedTuple):
-    """The workers' process ids, and the exit codes of those that have ended, as in multiprocessing."""
+    """The workers' process ids and exit codes, as in multiprocessing; None: it has not ended."""
 
     pids: Sequence[int]
     exitcodes: Sequence[int | None]
@@ -162,7 +162,7 @@ class WorkersRefused(NamedTuple):
 
 
 class WorkersEnded(NamedTuple):
-    """All workers and their groups have ended; other processes may have their numbers from now on."""
+    """All workers and their groups have ended; other processes may have their numbers now."""
 
 
 @dataclass(eq=False)
@@ -245,7 +245,8 @@ def connected(environ: Mapping[str, str], *, is_preloaded: bool) -> Iterator[Ser
         try:
             yield ServerCall(server, connection)
         finally:
-            # Closing is not enough: a child that this process has forked meanwhile may keep the connection open.
+            # Closing is not enough: a child that this process has forked meanwhile may keep the
+            # connection open.
             with contextlib.suppress(OSError):
                 connection.send(_LeaveCall())
             with _start_lock:
@@ -303,8 +304,8 @@ def _started_server(environ: Mapping[str, str], key: object, modules: Sequence[s
 def _end_servers() -> None:
     for server in _servers:
         server.control.close()
-        # A server with a call, of a thread that ends with this process, ends that call's workers, and
-        # removes its folder.
+        # A server with a call, of a thread that ends with this process, ends that call's workers,
+        # and removes its folder.
         if server.owner == os.getpid() and not server.open_calls:
             server.process.kill()  # it may still import
             server.process.wait()
@@ -313,7 +314,7 @@ def _end_servers() -> None:
 def serve(number: int) -> None:
     """Run the fork server of the process that holds the other end of a socket, by which it sends one for each call."""
     control, caller = socket.socket(fileno=number), os.getppid()
-    # If the caller ignores SIGCHLD, a server that did so, too, would have the kernel reap its workers.
+    # Ignored, as a caller may do, it would have the kernel reap the workers: no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _preload(json.load(sys.stdin))
     resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
@@ -412,8 +413,15 @@ class _WaitingFork(popen_fork.Popen):
 class _Call:
     """The workers of a call, as the fork server sees them.
 
-    running ── EndWorkers, or the caller has ended ──> ending: SIGTERM ── all have ended, or the grace is over ──>
-    killed: SIGKILL to their groups ── all have ended ──> ended: reaped ── the caller has left ──> closed
+    running
+      │ EndWorkers, or the caller has ended
+    ending: SIGTERM
+      │ all have ended, or the grace is over
+    killed: SIGKILL to their groups
+      │ all have ended
+    ended: reaped
+      │ the caller has left
+    closed
 
     Attributes:
         connection: to the caller; closed when there is nothing more to do.
@@ -421,7 +429,8 @@ class _Call:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._workers, self._requests = list[_WaitingFork](), list[Connection]()  # a request for each worker
+        self._workers = list[_WaitingFork]()
+        self._requests = list[Connection]()  # one for each worker, until it is sent
         self._folder, self._reported = "", list[int | None]()
         self._kill_at, self._are_killed, self._have_ended = math.inf, False, False
         self._has_caller = True
@@ -551,7 +560,7 @@ def _work(files: Sequence[Any], its: Connection) -> None:
 
 
 def _keep_sockets_in(folder: Path) -> None:
-    """Let multiprocessing make its sockets in the call's folder, also in the processes that this one starts.
+    """Let multiprocessing make its sockets in the call's folder, in child processes, too.
 
     By itself it makes a folder for them in the temporary folder (`multiprocessing.util`,
     `get_temp_dir`). A process that is killed leaves that there, as a DataLoader's worker is that

@@ -44,7 +44,7 @@ INTERRUPT_GRACE_S = 30.0  # after Ctrl-C: time for what the function does with a
 _LEAVE_TIMEOUT_S = 2 * LEAVE_GRACE_S  # after the last outcome
 _KILL_TIMEOUT_S = 15.0  # a driver takes seconds to free the memory of a process
 _ANNOUNCED_AFTER_S = 30.0  # what is waited for, while the fork server does not answer
-# PIDFD_SIGNAL_PROCESS_GROUP of <linux/pidfd.h>, since Linux 6.9: the signal reaches the process group.
+# PIDFD_SIGNAL_PROCESS_GROUP of <linux/pidfd.h>, since Linux 6.9.
 _TO_GROUP = 4
 _SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -56,8 +56,8 @@ class Workers:
 
     They wait until `start` gives them what they run, so that they are made while the caller pickles it.
 
-    If the fork server is lost, that is the outcome of a rank that has not returned: it ends the call on all nodes, and
-    counts as a failure for `max_restarts=`.
+    If the fork server is lost, that is the outcome of a rank that has not returned: it ends the call
+    on all nodes, and counts as a failure for `max_restarts=`.
 
     Args:
         call: the call at the fork server.
