@@ -123,6 +123,8 @@ class Judge:
     _judged: int = 0
     # The rank that judges, when this one has last looked; -1: none.
     _judge_rank: int = -1
+    # Whether the store has the number of questions.
+    _has_key: bool = False
     _began_s = _asked_s = _line_due_s = _limit_s = 0.0
 
     def check(self, *, is_waiting: bool) -> Verdict | None:
@@ -182,10 +184,10 @@ class Judge:
 
         A FileStore keeps all that was ever written: a request each half second that adds 0 would fill the disk.
         """
-        if begins:
-            return int(self.store.add("asked", 1))
-        is_asked = self.answered > 0 or self.store.check(["asked"])
-        return int(self.store.get("asked")) if is_asked else 0
+        if begins or not self._has_key:
+            self._has_key = True  # by which `parallelize top` finds the store's keys, too
+            return int(self.store.add("asked", int(begins)))
+        return int(self.store.get("asked"))
 
     def _judge(self) -> None:
         """Judge when all ranks have answered, or had the time to; ask again after a while."""

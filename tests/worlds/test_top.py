@@ -22,10 +22,10 @@ from parallelize.runtime.live_facts import listed_runs
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="runs are listed on Linux")]
 
 SCRIPT = """
-import sys, time, torch
+import os, sys, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from parallelize import barrier, distributed, parallel_model, rank, shard_loader
+from parallelize import all_reduce, barrier, distributed, parallel_model, rank, shard_loader
 
 class Slow(Dataset):
     def __len__(self):
@@ -40,18 +40,18 @@ def train():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with parallel_model(model):
-        for steps, x in enumerate(shard_loader(DataLoader(Slow(), batch_size=1))):
+        for x in shard_loader(DataLoader(Slow(), batch_size=1)):
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
-            if steps == 500:
+            if all_reduce(float(os.path.exists("stop")), "max"):
                 break
     return "trained"
 
 @distributed(processes=2)
 def wait():
     if rank() == 0:
-        time.sleep(25)
+        time.sleep(60)
     barrier("evaluated")
     return "met"
 
@@ -84,7 +84,7 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("program", ["train"], indirect=True)
-def test_the_rank_that_the_others_wait_for_is_named(program: tuple[subprocess.Popen[str], str]) -> None:
+def test_the_rank_that_the_others_wait_for_is_named(program: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     """With its data loader, and a line for each rank; the run is found by itself and by its address."""
     process, address = program
     time.sleep(2)  # a first step
@@ -97,6 +97,7 @@ def test_the_rank_that_the_others_wait_for_is_named(program: tuple[subprocess.Po
         assert int(first[5].rstrip("%")) > 50 > int(second[5].rstrip("%"))
         assert lines[4].startswith("rank 1 is ")
         assert lines[4].endswith(" times slower than the median in its data loader")
+    (tmp_path / "stop").touch()
     assert process.communicate(timeout=120)[0].endswith("trained\n")
     assert address not in listed_runs()
 

@@ -21,7 +21,8 @@ def test_a_call_on_one_node_does_not_write_its_arguments_down() -> None:
     numbers = list(range(10**6))
     tracemalloc.start()
     try:
-        nodes = Nodes(None, Task(function, (numbers,), {"more": numbers}, layout), patience_s=1.0, key="")
+        task = Task(function, (numbers,), {"more": numbers}, layout)
+        nodes = Nodes(None, task, patience_s=1.0, key="", serves_store=False)
         assert nodes.start() > 0
         _, most = tracemalloc.get_traced_memory()
     finally:
