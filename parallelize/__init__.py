@@ -1,7 +1,7 @@
 """Train a plain PyTorch function on every device, without changing its loop.
 
 - Calls: `distributed`, which makes a `DistributedFunction`; `Job` of a submitted call; launchers with options:
-  `SlurmLauncher`, `RayLauncher`, `SSHLauncher`
+  `SlurmLauncher`, `RayLauncher`, `SSHLauncher`, `LocalLauncher`
 - Models: `parallel_model`, `no_sync`; backends with options: `DDPBackend`, `DDP2Backend`, `DPBackend`, `FSDPBackend`,
   `BalancedBackend`, `plan`, `Plan`, `AutoBackend`; mixed precision with options: `Amp`
 - Data: `shard_loader`, which makes a `ShardedLoader`
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         SyncError,
         WorkerError,
     )
+    from parallelize.launchers.local.plugin import LocalLauncher
     from parallelize.launchers.ray import RayLauncher
     from parallelize.launchers.slurm.job import Job
     from parallelize.launchers.slurm.plugin import SlurmLauncher
@@ -60,6 +61,7 @@ __all__ = [
     "FSDPBackend",
     "Job",
     "LaunchError",
+    "LocalLauncher",
     "MissingDependencyError",
     "ParallelizeError",
     "Plan",
@@ -105,6 +107,7 @@ _NAMES_BY_MODULE = {
     "data.shard_loader": "shard_loader",
     "decorator": "DistributedFunction distributed",
     "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError WorkerError",
+    "launchers.local.plugin": "LocalLauncher",
     "launchers.ray": "RayLauncher",
     "launchers.slurm.job": "Job",
     "launchers.slurm.plugin": "SlurmLauncher",

@@ -36,6 +36,7 @@ from parallelize.launchers.batch_launcher import BatchLauncher
 from parallelize.launchers.slurm.job import Job
 from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
+from parallelize.plugins.options import count
 from parallelize.runtime.context import active
 from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.worker.in_process import gather_values, run_as_rank, run_in_this_process
@@ -205,6 +206,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             WorkerError: the function made no optimizer step.
         """
         refuse_during_task_load(name_of(self.__wrapped__))
+        count(1)("steps", steps)
         layout = place(self._self_config.merged(os.environ), probe(), os.environ)
         launch = functools.partial(_worker_launcher(layout).launch, node=None, environ=os.environ)
         return compare_runs(Task(*_unbind(self.__wrapped__, args), kwargs, layout), steps=steps, launch=launch)
@@ -262,6 +264,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
 
     def _submit(self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None) -> list[Job[R]]:
         refuse_during_task_load(name_of(self.__wrapped__))
+        if at_most is not None:
+            at_most = count(1)("at_most", at_most)
         launcher, tasks = self._jobs(calls)
         return launcher.submit(tasks, at_most=at_most, environ=os.environ) if tasks else []
 

@@ -23,8 +23,9 @@ from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
-from parallelize.errors import ConfigError, did_you_mean
+from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction, Session
+from parallelize.plugins.options import choice, flag
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.fingerprint import require_same_model
@@ -129,14 +130,15 @@ def parallel_model(
         ConfigError: the options are invalid, or do not support a model.
         SyncError: the ranks pass different models.
     """
-    given_optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
-    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    given_optimizers = _parse_optimizers(optimizers)
+    names = _parse_methods(methods)
+    restore, split_rng = flag("restore", restore), flag("split_rng", split_rng)
     modules: list[Any] = [
         LeafTensor(each) if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad else each
         for each in models
     ]
     _require_choice("average", average, ("ranks", "sum", "tokens"))
-    _require_choice("buffers", buffers or "rank0", ("rank0", "mean"))
+    _require_choice("buffers", "rank0" if buffers is None else buffers, ("rank0", "mean"))
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
         initializes = run.config.wrap is None and run.config.backend.shards_gradients
@@ -175,10 +177,35 @@ def parallel_model(
         yield models[0] if len(models) == 1 else models
 
 
+def _parse_optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that `optimizers=` lists; one stands for a list of one."""
+    listed = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    for optimizer in listed:
+        # Apex, and libraries that wrap optimizers, have classes that are no torch.optim.Optimizer.
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(
+                f"optimizers={optimizers!r}",
+                why=f"{optimizer!r} is no optimizer",
+                fix="pass optimizers=optimizer, or optimizers=[first, second]",
+            )
+    return listed
+
+
+def _parse_methods(methods: Any) -> tuple[str, ...]:
+    """Return the names that `methods=` lists; one stands for a list of one."""
+    is_list = isinstance(methods, Iterable) and not isinstance(methods, str)
+    listed = tuple(methods) if is_list else (methods,)
+    if not all(isinstance(method, str) for method in listed):
+        raise ConfigError(
+            f"methods={methods!r}",
+            why="it does not name methods",
+            fix="pass names, as in methods=['encode', 'loss']",
+        )
+    return listed
+
+
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        fix = did_you_mean(str(value), choices)
-        raise ConfigError(f"{name}={value!r}", why="the value is unknown", fix=fix)
+    choice(*choices)(name, value)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:

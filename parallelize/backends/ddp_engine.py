@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
-from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Engine, Inner, Reduction
+from parallelize.plugins.options import Parse, flag, invalid, number
 from parallelize.runtime.context import current
 from parallelize.torch_patches.forward import SplitAtBuckets
 
 __all__ = ["DTYPES", "DDPOptions", "ReplicatedEngine"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _comm_hook(name: str, value: Any) -> str:
+    """Parse the dtype in which gradients are sent."""
+    if isinstance(value, str) and value in DTYPES:
+        return str(value)
+    raise invalid(
+        name,
+        value,
+        "gradients are averaged at the parameter, without DistributedDataParallel's hooks",
+        "use 'fp16' or 'bf16'; for other hooks, such as powerSGD_hook, return a "
+        "DistributedDataParallel with register_comm_hook from wrap=",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +52,15 @@ class DDPOptions(Backend):
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
 
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        "find_unused_parameters": flag,
+        "static_graph": flag,
+        "gradient_as_bucket_view": flag,
+        "bucket_cap_mb": number(0, is_above=True),
+        "batched_grad_copy": flag,
+        "broadcast_buffers": flag,
+        "comm_hook": _comm_hook,
+    }
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
@@ -45,15 +68,6 @@ class DDPOptions(Backend):
     batched_grad_copy: bool = False
     broadcast_buffers: bool = True
     comm_hook: Literal["fp16", "bf16"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.comm_hook not in (None, *DTYPES):
-            raise ConfigError(
-                f"comm_hook={self.comm_hook!r}",
-                why="gradients are averaged at the parameter, without DistributedDataParallel's hooks",
-                fix="use 'fp16' or 'bf16'; for other hooks, such as powerSGD_hook, return a DistributedDataParallel "
-                "with register_comm_hook from wrap=",
-            )
 
     def reduction(self, inner: Inner) -> Reduction:
         """Return how the gradients of a model are averaged."""

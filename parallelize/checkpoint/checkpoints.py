@@ -40,6 +40,7 @@ from parallelize.checkpoint.states import (
 )
 from parallelize.config.options import DURATION_UNITS_S, duration
 from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.plugins.options import flag
 from parallelize.runtime import context
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.whole_file import remove_unused
@@ -316,8 +317,10 @@ def checkpoints(
             )
     states_of({name: obj for name, obj in objects.items() if not is_sharded(obj)})  # refuses unsafe types now
     saved = Checkpoints(Path(folder), objects, _Schedule(every), keep)
-    saved._sharded = any(map(is_sharded, objects.values())) if sharded is None else sharded
-    saved._in_background = in_background
+    if sharded is None:
+        sharded = any(map(is_sharded, objects.values()))
+    saved._sharded = flag("sharded", sharded)
+    saved._in_background = flag("in_background", in_background)
     try:
         saved._resume()
         yield saved

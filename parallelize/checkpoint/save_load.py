@@ -33,6 +33,7 @@ from parallelize.checkpoint.states import (
 )
 from parallelize.collectives import num_processes
 from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
+from parallelize.plugins.options import flag
 from parallelize.runtime import context
 from parallelize.runtime.containers import is_entangled, leaves, map_leaves
 from parallelize.runtime.gather import gather_objects
@@ -110,6 +111,7 @@ def save(
         ParallelizeError: writing failed.
     """
     target, call = Path(path), f"save({os.fspath(path)!r})"
+    sharded = None if sharded is None else flag("sharded", sharded)
     if target.suffix == files.SAFETENSORS:
         sharded = False
     is_plain = all(handler_for(each).kind == VALUE and not is_sharded(each) for each in objects.values())
@@ -301,6 +303,7 @@ def load(path: str | os.PathLike[str], /, *, rng: bool = True, strict: bool = Tr
         ParallelizeError: a damaged file or missing shards; raised on every rank that trains the same model.
         SyncError: ranks load different files, or another rank failed.
     """
+    rng, strict = flag("rng", rng), flag("strict", strict)
     return load_into(Path(path), objects, rng=rng, strict=strict, call=f"load({os.fspath(path)!r})")
 
 

@@ -107,7 +107,7 @@ def plugin(kind: registry.Kind, base: type, *, is_class: bool = False) -> Callab
         if isinstance(found, type) and issubclass(found, base):
             return found if is_class else found()
         fix = did_you_mean(str(value), registry.names(kind))
-        if name == "backend" and value in ("nccl", "gloo"):
+        if name == "backend" and isinstance(value, str) and value in ("nccl", "gloo"):
             fix = f"use process_group_backend={value!r} for the collectives; {fix}"
         raise _invalid(name, value, f"no {name} has this name", fix)
 
@@ -116,7 +116,7 @@ def plugin(kind: registry.Kind, base: type, *, is_class: bool = False) -> Callab
 
 def gpus(name: str, value: Any) -> Gpus:
     """Parse a number of GPUs, or their indices; -1 or "auto": all of them."""
-    meaning = ALL_GPUS if value == "auto" else _number(value)
+    meaning = ALL_GPUS if isinstance(value, str) and value == "auto" else _number(value)
     if type(meaning) is int and ALL_GPUS <= meaning <= _MAX_GPUS:
         return meaning
     if isinstance(meaning, (list, tuple, range)) and all(type(each) is int and each >= 0 for each in meaning):
@@ -164,7 +164,7 @@ def amp(name: str, value: Any) -> Amp | None:
         fix = f"use True, an Amp(...), or a name; {did_you_mean(str(value), [*LEVELS, *DTYPES])}"
         raise _invalid(name, value, "it names neither a level nor a half-precision type", fix)
     fields = vars(value)
-    wrong = {field: rule for field, (rule, valid) in _AMP_FIELDS.items() if fields[field] not in valid}
+    wrong = {field: rule for field, (rule, valid) in _AMP_FIELDS.items() if not _is_among(fields[field], valid)}
     if type(value.growth_interval) is not int or value.growth_interval < 1:
         wrong["growth_interval"] = "at least 1 step"
     if wrong:
@@ -172,6 +172,12 @@ def amp(name: str, value: Any) -> Amp | None:
         why = "; ".join(f"{field} is {rule}" for field, rule in wrong.items())
         raise ConfigError(f"{name}=Amp({given})", why=why, fix="correct them, or leave them out")
     return value
+
+
+def _is_among(value: object, valid: Sequence[object]) -> bool:
+    """Whether a value is one of plain ones: True is no 1.0, and a tensor has no single answer."""
+    is_plain = value is None or isinstance(value, (str, int, float, torch.dtype))
+    return is_plain and not isinstance(value, bool) and value in valid
 
 
 def duration(value: object) -> timedelta | None:
@@ -199,7 +205,8 @@ def timeout(name: str, value: Any) -> timedelta:
 def hosts(name: str, value: Any) -> tuple[str, ...]:
     """Parse names of hosts, each with or without a number of GPUs, as a list or as text with commas."""
     found = value.split(",") if isinstance(value, str) else value
-    if found and isinstance(found, (list, tuple)) and all(isinstance(each, str) and each.strip() for each in found):
+    is_list = isinstance(found, (list, tuple)) and len(found) > 0
+    if is_list and all(isinstance(each, str) and each.strip() for each in found):
         return tuple(each.strip() for each in found)
     raise _invalid(name, value, "it does not name hosts", "use hosts=['gpu1', 'gpu2'] or hosts=['gpu1:8', 'gpu2:8']")
 

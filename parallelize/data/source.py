@@ -77,7 +77,8 @@ class LoaderOptions:
         limit, faults = self.limit, []
         for name, known in (("tail", Tail), ("batch", Batch), ("divides", Divides)):
             value, choices = getattr(self, name), get_args(known)
-            if value not in choices and (value is not None or name == "batch"):
+            is_choice = isinstance(value, str) and value in choices
+            if not is_choice and (value is not None or name == "batch"):
                 fix = did_you_mean(str(value), choices)
                 faults.append(Fault(f"{name}={value!r}", "the value is not known", fix))
         is_part = type(limit) is float and 0 < limit <= 1
@@ -85,6 +86,8 @@ class LoaderOptions:
             ("seed", self.seed is None or _is_count(self.seed), "an integer below 2**63"),
             ("limit", limit is None or is_part or (limit and _is_count(limit)), "100 batches, or 0.1 of them"),
             ("prefetch", _is_count(self.prefetch), "a number of batches to copy ahead"),
+            ("progress", isinstance(self.progress, (bool, str)), "True, False, or the label of the bar"),
+            ("to_device", isinstance(self.to_device, bool), "True or False"),
         ):
             if not is_valid:
                 value = getattr(self, name)

@@ -16,13 +16,14 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.store import listen
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError, MissingDependencyError, WorkerError
 from parallelize.launchers.batch_launcher import BatchJob, BatchLauncher, NodeCall, outcomes_of
+from parallelize.plugins.options import Parse, choice, count, invalid, number, text, texts_by_name, variables
 
 __all__ = ["RayLauncher"]
 
@@ -30,6 +31,17 @@ _POLL_EVERY_S = 0.1
 _STOP_TIMEOUT_S = 10.0  # for the actors of the other nodes, after the first one has returned
 
 _log = logging.getLogger("parallelize")
+
+
+def _runtime_env(name: str, value: Any) -> dict[str, Any]:
+    """Parse a runtime environment, whose variables the launcher adds to; Ray checks the rest."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        fix = f"use {name}={{'working_dir': '.'}}"
+        raise invalid(name, value, "it is no runtime environment", fix)
+    environment = dict(value)
+    if "env_vars" in environment:
+        environment["env_vars"] = variables(f"{name}['env_vars']", environment["env_vars"])
+    return environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +61,13 @@ class RayLauncher(BatchLauncher):
     """
 
     name = "ray"
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        "address": text,
+        "cpus_per_task": count(1),
+        "resources": texts_by_name(number(0), "{'accelerator_type:A100': 0.001}"),
+        "strategy": choice("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+        "runtime_env": _runtime_env,
+    }
 
     address: str | None = "auto"
     cpus_per_task: int = 1

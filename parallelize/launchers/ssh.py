@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 
@@ -42,9 +42,11 @@ from parallelize.cluster.store import listen
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
+from parallelize.config.options import hosts as host_names
 from parallelize.errors import ConfigError, LaunchError
 from parallelize.launchers.batch_launcher import BatchLauncher, NodeCall, outcomes_of
 from parallelize.launchers.stop_signals import StopSignals
+from parallelize.plugins.options import Parse, command, path, variables
 from parallelize.version import __version__
 
 __all__ = ["SSHLauncher"]
@@ -73,18 +75,25 @@ class SSHLauncher(BatchLauncher):
     The call is sent through the connection; the caller's own modules, too, if a host lacks them.
 
     Args:
-        hosts: names as for `ssh`, such as "gpu1" or "me@gpu1", the first with rank 0; "gpu1:8" uses 8 GPUs there.
+        hosts: names as for `ssh`, such as "gpu1" or "me@gpu1", the first with rank 0; "gpu1:8" uses 8 GPUs there. A
+            list, or a text with commas.
         python: path of the interpreter on the hosts; None: that of this program.
         env: environment variables of the ranks, besides those that a login on the host has.
-        ssh: the command, with options, such as `("ssh", "-p", "2222")`.
+        ssh: the command, with options, such as `("ssh", "-p", "2222")` or "ssh -p 2222".
     """
 
     name = "ssh"
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        "hosts": host_names,
+        "python": path,
+        "env": variables,
+        "ssh": command,
+    }
 
-    hosts: Sequence[str] = ()
+    hosts: str | Sequence[str] = ()
     python: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    ssh: Sequence[str] = ("ssh",)
+    ssh: str | Sequence[str] = ("ssh",)
 
     def plan(self, config: Config) -> Layout:
         """Return the layout of a call on these hosts.

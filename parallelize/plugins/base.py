@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from parallelize.cluster.world import Node, World
+from parallelize.plugins.options import Parse, parse_options
 
 __all__ = [
     "LEVELS",
@@ -257,6 +258,11 @@ class Backend(abc.ABC):
     """Number of devices that a process of "node" drives; None: all of the node."""
     limitations: ClassVar[Mapping[str, str]] = {}
     """Property, tested in tests/contracts, that a model lacks under this backend -> reason, as shown to users."""
+    option_parsers: ClassVar[Mapping[str, Parse]] = {}
+    """Option -> its parser, of `parallelize.plugins.options`."""
+
+    def __post_init__(self) -> None:
+        parse_options(self, self.option_parsers)
 
     @property
     def note(self) -> str:
@@ -336,6 +342,11 @@ class Launcher(abc.ABC):
     name: ClassVar[str]
     queues: ClassVar[bool] = False
     """Whether the launcher can submit calls as jobs to a cluster's queue (Slurm)."""
+    option_parsers: ClassVar[Mapping[str, Parse]] = {}
+    """Option -> its parser, of `parallelize.plugins.options`."""
+
+    def __post_init__(self) -> None:
+        parse_options(self, self.option_parsers)
 
     @abc.abstractmethod
     def launch(self, task: Any, *, node: Node | None, environ: Mapping[str, str]) -> Any:

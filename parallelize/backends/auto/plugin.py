@@ -18,8 +18,8 @@ from typing_extensions import override
 from parallelize.backends.auto.choice import Choice, choose, saved_choices
 from parallelize.backends.auto.trial import facts_of, rates_of, tried
 from parallelize.cluster.world import World
-from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Engine, Inner
+from parallelize.plugins.options import Parse, bytes_of_device, choice, path
 from parallelize.plugins.registry import find
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.context import current
@@ -57,9 +57,6 @@ class AutoBackend(Backend):
             about the same size and as large a state of optimizers, on as many devices of the same kind. Delete it to
             choose again. None: the choice is kept for the run.
         process_per: whether one process drives one "device" or all devices of a "node".
-
-    Raises:
-        ConfigError: process_per is neither.
     """
 
     name = "auto"
@@ -67,16 +64,13 @@ class AutoBackend(Backend):
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset({"O0", "O1", "O3"})}
     places_model = True
     shards_gradients = True
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        "process_per": choice("device", "node"),
+        "memory": bytes_of_device,
+        "plan": path,
+    }
     memory: int | None = None
     plan: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.process_per not in {"device", "node"}:
-            raise ConfigError(
-                f"AutoBackend(process_per={self.process_per!r})",
-                why="it chooses among engines with one process per device, or among those with one per node",
-                fix="use 'device' or 'node'",
-            )
 
     @property
     @override

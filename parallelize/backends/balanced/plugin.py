@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,14 +13,35 @@ from parallelize.backends.balanced.engine import BalancedEngine
 from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.cluster.world import World
-from parallelize.errors import ConfigError, Fault
+from parallelize.errors import ConfigError
 from parallelize.plugins.base import LEVELS, Engine, Inner
+from parallelize.plugins.options import (
+    Parse,
+    bytes_of_device,
+    choice,
+    count,
+    device_names,
+    either,
+    instance_of,
+    invalid,
+    number,
+)
 
 __all__ = ["BalancedBackend"]
 
 # Names, since importing FSDP takes a second.
 _UNSUPPORTED = frozenset({"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"})
 _UNSUPPORTED |= {"ScriptModule", "SyncBatchNorm"}
+
+
+def _bytes_of_devices(name: str, value: Any) -> int | tuple[int, ...]:
+    """Parse bytes: one number for all devices, or a list with one for each."""
+    if not isinstance(value, (list, tuple)):
+        return bytes_of_device(name, value)
+    if not value:
+        fix = f"use {name}=8 * 2**30, or one number for each device"
+        raise invalid(name, value, "it has no device", fix)
+    return tuple(bytes_of_device(f"{name}[{index}]", size) for index, size in enumerate(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +78,23 @@ class BalancedBackend(DDPOptions):
     process_per = "node"
     places_model = True
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
-    devices: tuple[str, ...] | None = field(default=None, hash=False)  # may be a list
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        **DDPOptions.option_parsers,
+        "devices": device_names,
+        "devices_per_process": count(1),
+        "microbatches": either(choice("auto"), count(1)),
+        "memory": _bytes_of_devices,
+        "batch_dim": count(0),
+        "optimizer_state": number(0),
+        "plan": instance_of(lambda: Plan, "pass what parallelize.plan(model) has returned"),
+    }
+    devices: tuple[str, ...] | None = None
     devices_per_process: int | None = None
     microbatches: int | Literal["auto"] = "auto"
-    memory: int | tuple[int, ...] | None = field(default=None, hash=False)
+    memory: int | tuple[int, ...] | None = None
     batch_dim: int = 0
     optimizer_state: float = 2.0
     plan: Plan | None = None
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        counts = {name: getattr(self, name) for name in ("microbatches", "devices_per_process")}
-        faults = [
-            Fault(f"{name}={count!r}", "not a positive integer", "use a number such as 4, or omit it")
-            for name, count in counts.items()
-            if count not in {"auto", None} and (type(count) is not int or count < 1)
-        ]
-        if faults:
-            raise ConfigError.of(faults)
 
     @override
     def renumbered(self, positions: Mapping[torch.device, torch.device]) -> BalancedBackend:

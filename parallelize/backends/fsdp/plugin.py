@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from typing_extensions import override
@@ -13,11 +14,35 @@ from typing_extensions import override
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import LEVELS, Backend, Engine, Inner, LocalEngine
+from parallelize.plugins.options import Parse, choice, count, either, flag, instance_of, invalid
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = ["FSDPBackend"]
+
+
+def _block_classes(name: str, value: Any) -> tuple[type[nn.Module], ...] | int:
+    """Parse classes of modules (one stands for a list of one), or a number of parameters."""
+    classes = (value,) if isinstance(value, type) else value
+    if not isinstance(classes, (list, tuple)):
+        return int(count(1)(name, value))
+    if classes and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
+        return tuple(classes)
+    fix = f"use {name}=[nn.TransformerEncoderLayer], or a number of parameters, or omit it"
+    raise invalid(name, value, "it names no classes of modules", fix)
+
+
+def _reshard(name: str, value: Any) -> bool | int:
+    """Parse a bool, or a number of ranks: 1 is a number, and no bool."""
+    return flag(name, value) if isinstance(value, (bool, np.bool_)) else int(count(1)(name, value))
+
+
+def _policy_class() -> type:
+    # Whoever has such an object has imported this; else the import takes half a second.
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +83,15 @@ class FSDPBackend(Backend):
         "copies": "their parameters are sharded, too, so that all ranks have to use them",
         "exceptions": "parameters stay sharded, since all ranks would be needed to gather them",
         "one-rank forward": "every forward gathers parameters from all ranks",
+    }
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        "blocks": _block_classes,
+        "reshard_after_forward": _reshard,
+        "shard_over": either(choice("world", "node"), count(2)),
+        "cpu_offload": flag,
+        "mixed_precision": instance_of(_policy_class, "use torch.distributed.fsdp.MixedPrecisionPolicy(...)"),
+        "full_state_dict": flag,
+        "broadcast_buffers": flag,
     }
     blocks: Sequence[type[nn.Module]] | int | None = None
     reshard_after_forward: bool | int | None = None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.call_folders import call_folder
@@ -32,6 +32,7 @@ from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
 from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open_standard_streams, rank_file
 from parallelize.launchers.stop_signals import StopRequested, StopSignals
 from parallelize.plugins.base import Launcher
+from parallelize.plugins.options import Parse, choice, number
 from parallelize.runtime.startup_summary import announced
 from parallelize.worker.main import WorkerSetup, task_path
 
@@ -56,16 +57,12 @@ class LocalLauncher(Launcher):
     """
 
     name = "local"
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        "start_method": choice("forkserver", "spawn"),
+        "heartbeat_timeout": number(0, is_above=True),
+    }
     start_method: str | None = None
     heartbeat_timeout: float = 60.0
-
-    def __post_init__(self) -> None:
-        if not self.heartbeat_timeout > 0:
-            raise ConfigError(
-                f"heartbeat_timeout={self.heartbeat_timeout!r}",
-                why="every node would be lost at once",
-                fix="use a positive number of seconds",
-            )
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
         """Run the task in every process of its layout.

@@ -16,11 +16,11 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import Node
@@ -30,6 +30,18 @@ from parallelize.launchers.batch_launcher import BatchLauncher
 from parallelize.launchers.slurm.job import Job, submit_script
 from parallelize.launchers.slurm.script import RANK_SCRIPT, job_script
 from parallelize.launchers.slurm.step import write_call
+from parallelize.plugins.options import (
+    Parse,
+    command,
+    count,
+    either,
+    invalid,
+    path,
+    text,
+    texts,
+    texts_by_name,
+    variables,
+)
 
 __all__ = ["SlurmLauncher"]
 
@@ -39,6 +51,51 @@ _RESERVED_OPTIONS = frozenset(
         *("array", "output", "signal", "open-mode", "parsable", "wrap"),
     ]
 )
+
+
+_TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+
+
+def _time_limit(name: str, value: Any) -> str | int | timedelta:
+    """Parse a text of Slurm or with a unit, minutes, or a timedelta; 0 minutes: no limit."""
+    limit = duration(value) or value
+    if isinstance(limit, timedelta) and limit > timedelta(0):
+        return limit
+    if isinstance(limit, str) and _TIME_LIMIT.fullmatch(limit.strip()):
+        return limit.strip()
+    if isinstance(limit, (str, timedelta)):
+        fix = f"use {name}='4:00:00', '1-02:00:00', '4h', minutes, or a timedelta"
+        raise invalid(name, value, "it is not a time limit of Slurm", fix)
+    return int(count(0)(name, limit))
+
+
+def _stop_before(name: str, value: Any) -> timedelta:
+    """Parse how long before the time limit a job is told to stop."""
+    lead = duration(value) or value
+    if isinstance(lead, timedelta) and lead >= timedelta(seconds=1):
+        return lead
+    raise invalid(name, value, "it must be at least 1 s", "use '5min', or a timedelta")
+
+
+def _sbatch_options(name: str, value: Any) -> dict[str, Any]:
+    """Parse other options of sbatch, none of which the launcher sets itself."""
+    options: dict[str, Any] = texts_by_name(_sbatch_value, "{'exclusive': True}")(name, value)
+    faults = list[Fault]()
+    for option in options:
+        if option.lstrip("-").replace("_", "-") in _RESERVED_OPTIONS:
+            why = "the launcher sets this option itself"
+            fix = "use num_nodes=, gpus=, processes=, folder=, stop_before= or submit_many() instead"
+            faults.append(Fault(f"{name}={{{option!r}: ...}}", why, fix))
+    if faults:
+        raise ConfigError.of(faults)
+    return options
+
+
+def _sbatch_value(name: str, value: Any) -> str | int | bool | None:
+    """Parse the value of an option of sbatch; True: a flag; False and None: it is omitted."""
+    if value is None or isinstance(value, bool):
+        return value
+    return either(text, count(0))(name, value)  # type: ignore[no-any-return]  # a text or an int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +135,40 @@ class SlurmLauncher(BatchLauncher):
         modules: environment modules to load, after a purge, such as "NCCL/2.4.7-1-cuda.10.0".
         env: environment variables of the job, in addition to the caller's.
         setup: shell lines to run before the processes start, such as "source env.sh".
-        sbatch: other options of sbatch, by long name; True: a flag without a value.
+        sbatch: other options of sbatch, by long name; True: a flag without a value; False, None: omitted.
         mail_user: e-mail address that Slurm notifies.
         mail_type: events to notify about, as for sbatch, such as "END,FAIL".
         stop_before: how long before the time limit `should_stop()` becomes true, such as "5min"; Slurm may signal a
             minute early.
         max_requeues: how often to requeue a job whose function returns after `should_stop()` was true; 0: never. A job
             that fails is requeued if it was requeued less often than `@distributed(max_restarts=)`.
-        python: command that starts Python on the nodes; None: this interpreter.
+        python: command that starts Python on the nodes, "python3 -u" or its words; None: this interpreter.
 
     Raises:
         ConfigError: options are invalid; the error lists all of them.
     """
 
     name = "slurm"
+    option_parsers: ClassVar[Mapping[str, Parse]] = {
+        "folder": path,
+        "partition": text,
+        "account": text,
+        "qos": text,
+        "constraint": text,
+        "time": _time_limit,
+        "mem": either(text, count(0)),
+        "cpus_per_task": count(1),
+        "gpu_type": text,
+        "modules": texts,
+        "env": variables,
+        "setup": texts,
+        "sbatch": _sbatch_options,
+        "mail_user": text,
+        "mail_type": text,
+        "stop_before": _stop_before,
+        "max_requeues": count(0),
+        "python": command,
+    }
 
     folder: str | Path = "slurm_jobs"
     partition: str | None = None
@@ -105,30 +182,12 @@ class SlurmLauncher(BatchLauncher):
     modules: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     setup: Sequence[str] = ()
-    sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
+    sbatch: Mapping[str, str | int | bool | None] = field(default_factory=dict)
     mail_user: str | None = None
     mail_type: str = "END,FAIL"
     stop_before: timedelta | str = timedelta(minutes=5)
     max_requeues: int = 100
-    python: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("time", "stop_before"):
-            object.__setattr__(self, name, duration(getattr(self, name)) or getattr(self, name))
-        faults = list(self._faults())
-        if faults:
-            raise ConfigError.of(faults)
-
-    def _faults(self) -> Iterator[Fault]:
-        if not isinstance(self.stop_before, timedelta) or self.stop_before < timedelta(seconds=1):
-            yield Fault(f"stop_before={self.stop_before!r}", "it must be at least 1 s", "use '5min', or a timedelta")
-        for name in ("modules", "setup"):
-            if isinstance(value := getattr(self, name), str):
-                yield Fault(f"{name}={value!r}", "it must be a list of strings", f"use {name}=[{value!r}]")
-        for name in self.sbatch:
-            if name.lstrip("-").replace("_", "-") in _RESERVED_OPTIONS:
-                fix = "use num_nodes=, gpus=, processes=, folder=, stop_before= or submit_many() instead"
-                yield Fault(f"sbatch={{{name!r}: ...}}", "the launcher sets this option itself", fix)
+    python: str | Sequence[str] | None = None
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
         """Submit the call, show the state and output of its job until the job ends, and return the outcomes."""
@@ -164,7 +223,7 @@ class SlurmLauncher(BatchLauncher):
         layout = tasks[0].layout
         modules = [f"module load {shlex.quote(module)}" for module in self.modules]
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
-        rank = [*(self.python or [sys.executable]), "-m", "parallelize.launchers.slurm.step"]
+        rank = [*(self.python or (sys.executable,)), "-m", "parallelize.launchers.slurm.step"]
         lines = [
             *(["module purge"] if modules else []),
             *modules,
