@@ -227,9 +227,7 @@ def test_a_job_that_waits_has_no_result_yet(cluster: Cluster, tmp_path: Path) ->
         ({"partition": "nowhere"}, "invalid partition"),
         ({"sbatch": {"no-such-flag": 1}}, "unrecognized option"),
         ({"constraint": "a100"}, "[Ii]nvalid feature"),
-        ({"time": "soon"}, "[Ii]nvalid --time"),
         ({"mem": "64 gigs"}, "[Ii]nvalid --mem"),
-        ({"cpus_per_task": 0}, "cpus-per-task"),
     ],
 )
 def test_a_refusal_has_slurms_message(cluster: Cluster, tmp_path: Path, options: dict[str, Any], message: str) -> None:
