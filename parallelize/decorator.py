@@ -206,7 +206,6 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             WorkerError: the function made no optimizer step.
         """
         refuse_during_task_load(name_of(self.__wrapped__))
-        count(1)("steps", steps)
         layout = place(self._self_config.merged(os.environ), probe(), os.environ)
         launch = functools.partial(_worker_launcher(layout).launch, node=None, environ=os.environ)
         return compare_runs(Task(*_unbind(self.__wrapped__, args), kwargs, layout), steps=steps, launch=launch)

@@ -272,7 +272,7 @@ CALLS: list[tuple[Any, str]] = [
     (lambda: save("a.pt", sharded="no", model=nn.Linear(1, 1)), "sharded='no'"),
     (lambda: load("a.pt", strict="no", model=nn.Linear(1, 1)), "strict='no'"),
     (lambda: load("a.pt", rng=0, model=nn.Linear(1, 1)), "rng=0"),
-    (lambda: distributed(processes=2)(print).compare("3"), "steps='3'"),
+    (lambda: distributed(processes=2)(print).compare("3"), "compare('3', ...)"),
     (lambda: distributed(processes=2, launcher="slurm")(print).submit_many([{}], at_most=0), "at_most=0"),
 ]
 
