@@ -105,7 +105,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 19_492,
     "plugins": 3_127,
     "precision": 6_991,
-    "runtime": 16_455,
+    "runtime": 16_491,
     "torch_patches": 4_089,
     "worker": 3_938,
 }

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import socket
+import stat
 import sys
 import time
 from collections import Counter
@@ -92,12 +93,15 @@ def listed_runs() -> set[str]:
 
 
 def _stores_in_folders() -> set[str]:
-    """Return the stores in the folders of this user's calls."""
+    """Return the stores in the folders of this user's calls that nobody else can look into."""
     paths = set()
     for folder in own_call_folders():
+        store = folder / STORE_FILE
         # There is none in a call of several nodes, or in one whose workers have not met yet.
-        if (folder / STORE_FILE).is_file():
-            paths.add(str(folder / STORE_FILE))
+        with contextlib.suppress(FileNotFoundError):
+            is_private = stat.S_IMODE(folder.lstat().st_mode) == stat.S_IRWXU
+            if is_private and stat.S_ISREG(store.lstat().st_mode):
+                paths.add(str(store))
     return paths
 
 

@@ -16,6 +16,7 @@ import pytest
 from ranks import wait_for
 
 from parallelize.cli.top import ask, verdict
+from parallelize.cluster.call_folders import call_folder
 from parallelize.hang_detection.rank_state import RankState
 from parallelize.runtime.live_facts import listed_runs
 
@@ -208,15 +209,17 @@ def test_a_store_of_another_user(mode: str, shown: str) -> None:
 def test_folders_of_others_are_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As links, folders that others may write to, and files and FIFOs of such names, which stop nobody."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own, shared, elsewhere = (tmp_path / name for name in ("parallelize-call-a", "parallelize-call-b", "elsewhere"))
+    with call_folder() as made:
+        prefix = made.name.rpartition("-")[0]
+    own, shared, elsewhere = (tmp_path / name for name in (f"{prefix}-a", f"{prefix}-b", "elsewhere"))
     for folder in (own, shared, elsewhere):
         folder.mkdir(mode=0o700)
         (folder / "store").touch()
     shared.chmod(0o755)
-    (tmp_path / "parallelize-call-c").symlink_to(elsewhere)
-    (tmp_path / "parallelize-call-d").touch()
-    os.mkfifo(tmp_path / "parallelize-call-e")
-    with_fifo = tmp_path / "parallelize-call-f"
+    (tmp_path / f"{prefix}-c").symlink_to(elsewhere)
+    (tmp_path / f"{prefix}-d").touch()
+    os.mkfifo(tmp_path / f"{prefix}-e")
+    with_fifo = tmp_path / f"{prefix}-f"
     with_fifo.mkdir(mode=0o700)
     os.mkfifo(with_fifo / "store")
     assert stores() == {str(own / "store")}
