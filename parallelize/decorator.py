@@ -61,8 +61,10 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
     Decorating starts no process and initializes no device. At the call, PARALLELIZE_<OPTION> environment variables
     override the options given here.
 
-    A call leaves the caller's RNG states unchanged, and starts from these states on every rank: without a seed, two
-    calls in a row draw the same random numbers.
+    Every rank begins with the caller's states of the global random generators (torch, random, numpy), and rank 0 gives
+    them back as the function has left them: the next call, and the caller, go on with the next random numbers, as after
+    a plain call of the function. With `seed=`, a call draws the same numbers each time, and the caller's generators are
+    left alone, as they are with `update_modules=False` and by a call that raises.
 
     Args:
         function: the function, for `@distributed` without options.
@@ -78,7 +80,7 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
             - num_nodes (int, None): number of machines; None: from the launcher's environment, else 1.
             - amp (bool | str | Amp, None): mixed precision: True, "bf16", "fp16", a level "O0" to "O3", or an `Amp`.
             - amp_engine (str, "native"): "native" (torch.amp) or "apex".
-            - seed (int, None): seed of the global random generators; None: they begin as the caller's.
+            - seed (int, None): seed of the global random generators in each call; None: they go on from the caller's.
             - timeout (seconds | str | timedelta, "30min"): of each collective and of the rendezvous.
             - max_restarts (int, 0): how often all workers are restarted after a failure.
             - launcher (str | Launcher, None): how processes are started: `SlurmLauncher(...)`, `LocalLauncher(...)`;
@@ -92,8 +94,9 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
             - verify_every (int, 0): number of steps between comparisons of the parameters across ranks; 0: never.
             - logical (int, None): number of parts of a batch, at any number of processes, so that ddp trains the same
               bits on 1, 2, 4, ... of them: a multiple of their number by 1, 2, 4, ...
-            - update_modules (bool, True): whether modules, optimizers and other objects of the caller with a state come
-              back; with False, other changes that stay behind are not named either.
+            - update_modules (bool, True): whether modules, optimizers and other objects of the caller with a state, and
+              the states of the global random generators, come back; with False, other changes that stay behind are not
+              named either.
 
     Returns:
         A decorator, or the decorated function, which keeps its signature, name and docstring.
@@ -330,7 +333,10 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
         warnings.warn(f"{path} {text}", stacklevel=4)
     outcomes = by.launch(task, node=node, environ=os.environ)
     first = outcomes[0]
-    for problem in [*restore(task.stateful, first.states), *unreturned_warning(outcomes)]:
+    problems = [*restore(task.stateful, first.states), *unreturned_warning(outcomes)]
+    if first.random_states is not None:
+        first.random_states.restore(task.layout.devices[0])
+    for problem in problems:
         warnings.warn(problem, stacklevel=4)
     if first.is_interrupted:
         signal.raise_signal(signal.SIGINT)  # now that what was trained has come back

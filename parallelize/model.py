@@ -29,7 +29,7 @@ from parallelize.plugins.options import choice, flag
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.fingerprint import require_same_model
-from parallelize.runtime.rng import random_numbers_per_rank
+from parallelize.runtime.rng import random_numbers_per_rank, seed_generators
 from parallelize.runtime.torch_compile import exclude_package
 from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.torch_patches.forward import route_of
@@ -86,12 +86,12 @@ def parallel_model(
     compared across ranks at the step, and raises SyncError if it differs; parameters are compared when the block ends.
     A forward under `torch.no_grad()` runs no collective, so a single rank may evaluate.
 
-    Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation. `seed=` seeds the
-    global generators (torch, random, numpy) per rank. Without it, generators with equal states, because the script has
-    seeded itself, are split when the block begins, reproducibly: rank 0 draws the numbers of one process, the other
-    ranks get new seeds. Numbers that have to be equal on all ranks (random_split, the order of a list or of an iterable
-    dataset, a decision to skip a layer or a collective) are drawn outside of the block, where all ranks draw rank 0's
-    numbers again, or from a generator with its own seed. A seed set inside the block is the same on all ranks.
+    Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation: global generators
+    (torch, random, numpy) with equal states on the ranks, as a decorated function and a seed leave them, are split when
+    the block begins, reproducibly: rank 0 draws the numbers of one process, the other ranks get new seeds. Numbers that
+    have to be equal on all ranks (random_split, the order of a list or of an iterable dataset, a decision to skip a
+    layer or a collective) are drawn outside of the block, where all ranks draw rank 0's numbers again, or from a
+    generator with its own seed. A seed set inside the block is the same on all ranks.
 
     A warning says if the inputs of the first step are bitwise equal on all ranks, which then do the work of one: a
     loader is not wrapped in `shard_loader`, or each rank seeds a generator of its own alike.
@@ -118,7 +118,7 @@ def parallel_model(
             DINO's centre and the statistics of a codebook. (Batch norm still normalizes by this rank's batch;
             torch.nn.SyncBatchNorm.convert_sync_batchnorm makes it exact.) None: rank 0's, with a warning if others
             differ at the end of the block.
-        split_rng: whether global generators with equal states are split over the ranks, unless `seed=` seeds them.
+        split_rng: whether global generators with equal states are split over the ranks; with `seed=` they always are.
             False: they stay equal, so that dropout masks and augmentation are those of rank 0 on all ranks.
         **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
             `verify_every`; outside of a decorated function also all others, such as `gpus` and `seed`.
@@ -244,6 +244,8 @@ def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Run
             fix="decorate the training function with @distributed, start the script with torchrun, or use "
             "backend='dp' for several GPUs in one process",
         )
+    if layout.config.seed is not None:
+        seed_generators(layout.config.seed)
     return context.activate(Runtime(world or World(), layout))
 
 
@@ -259,6 +261,8 @@ def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:
             why="the processes, devices and parts of a run cannot change inside it",
             fix="set these options where the run starts: in @distributed(...), or in the outer parallel_model",
         )
+    if "seed" in options and config.seed is not None:  # else the run has seeded its generators
+        seed_generators(config.seed)
     return Runtime(outer.world, layout)
 
 

@@ -90,11 +90,11 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 6_820,
+    "": 6_850,
     "backends": 18_590,
     "backends/balanced": 14_217,
     "block": 8_631,
-    "call": 12_830,
+    "call": 13_500,
     "checkpoint": 13_233,
     "cli": 4_560,
     "cluster": 3_869,
@@ -102,12 +102,12 @@ ROOMS: Mapping[str, int] = {
     "config": 5_960,
     "data": 12_912,
     "hang_detection": 6_602,
-    "launchers": 19_492,
+    "launchers": 19_540,
     "plugins": 3_127,
     "precision": 6_991,
     "runtime": 16_491,
     "torch_patches": 4_089,
-    "worker": 3_938,
+    "worker": 4_000,
 }
 
 # Files beside torch_patches that change torch, each with the reason why it still does. None is added.

@@ -39,6 +39,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_utils": ("flatten the gradients of a bucket", "every backend with gradients fails"),
         "_dynamo": ("import it before workers are forked", "every rank starts a second later"),
     },
+    "torch.cuda": {
+        "_lazy_call": ("give back states of generators on GPUs", "a call from a caller that uses no GPU fails"),
+        "_lazy_seed_tracker": ("find the states given back", "a second call draws the same numbers on GPUs"),
+    },
     "torch._utils": {
         "_flatten_dense_tensors": ("flatten the gradients of a bucket", "every backend with gradients fails"),
         "_unflatten_dense_tensors": ("return the gradients of a bucket", "every backend with gradients fails"),

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import random
 import sys
 import traceback
 import warnings
@@ -115,18 +114,7 @@ def _set_filters(filters: list[tuple[Any, ...]]) -> None:
             warnings.filterwarnings(action, message, kind, module, line, append=True)
 
 
-def _seed_torch(state: tuple[int, Any]) -> None:
-    if torch.accelerator.current_accelerator() is not None:
-        torch.manual_seed(state[0])  # its generators, too; for a lazy import of CUDA, it formats the stack: 4 ms
-    torch.set_rng_state(torch.from_numpy(state[1].copy()))
-
-
 _Table = Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
-_GENERATORS: _Table = {
-    "random": (random.getstate, random.setstate),
-    "numpy": (np.random.get_state, np.random.set_state),
-    "torch": (lambda: (torch.initial_seed(), torch.get_rng_state().numpy()), _seed_torch),
-}
 _OTHERS: _Table = {
     "recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
     "prints": (
@@ -143,7 +131,6 @@ _OTHERS: _Table = {
     ),
     "numpy_errors": (np.geterr, lambda errors: np.seterr(**errors)),
     "filters": (_filters, _set_filters),
-    **_GENERATORS,
 }
 
 
@@ -184,11 +171,6 @@ class Settings:
         """Set the default device; to be called when this rank's GPU is the current device."""
         if self.device is not None:
             torch.set_default_device(self.device)
-
-    def apply_generators(self) -> None:
-        """Let all ranks draw the numbers of one process, until a block makes ranks differ."""
-        for name, (_, write) in _GENERATORS.items():
-            write(self.values[name])
 
 
 # Logging

@@ -24,6 +24,7 @@ from torch import nn
 
 from parallelize.call.module_values import ModuleValues
 from parallelize.call.pickling import dump, full_disk_error, load, pickle_by_value_unless_importable
+from parallelize.call.random_states import RandomStates
 from parallelize.call.reachable import CODE, free_variables, is_a, is_stateful, namespace
 from parallelize.call.returned import bytes_of_models, data_of
 from parallelize.call.tracebacks import shorten_chain
@@ -144,6 +145,8 @@ class Outcome:
         unreturned: names of other things that the call changed; rank 0 only.
         evaluated: the number that the function returned, as text, if it has evaluated this rank's samples.
         is_interrupted: whether Ctrl-C has interrupted the function, which has then returned; rank 0 only.
+        random_states: where the function left the global generators, for the caller's; rank 0 only; None: the call
+            leaves the caller's alone.
     """
 
     rank: int
@@ -157,6 +160,7 @@ class Outcome:
     unreturned: Sequence[str] = ()
     evaluated: str | None = None
     is_interrupted: bool = False
+    random_states: RandomStates | None = None
 
     @classmethod
     def returned(cls, world: World, value: object, **others: Any) -> Outcome:

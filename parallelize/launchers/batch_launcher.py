@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from parallelize.call.random_states import RandomStates
 from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
 from parallelize.call.tracebacks import folded_traceback
@@ -36,12 +37,14 @@ class NodeCall:
 
     Args:
         task: the pickled call.
-        settings: the caller's settings of torch, warnings and random numbers.
+        settings: the caller's settings of torch and warnings.
+        random_states: states of the caller's random generators.
         logs: the caller's loggers.
     """
 
     task: bytes
     settings: Settings
+    random_states: RandomStates
     logs: LogSettings
 
     @classmethod
@@ -54,7 +57,8 @@ class NodeCall:
         with call_folder() as folder:
             path = folder / "call"
             task.write(path)
-            return cls(path.read_bytes(), Settings.capture(), LogSettings.capture())
+            random_states = RandomStates.capture(task.layout.devices[0])
+            return cls(path.read_bytes(), Settings.capture(), random_states, LogSettings.capture())
 
     def run(self, node: Node, send: Callable[[str], object] | None = None, *, key: str = "") -> bytes:
         """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads.
@@ -75,6 +79,7 @@ class NodeCall:
                 path.write_bytes(self.task)
                 task = Task.read(path, device=torch.device("cpu"))
             task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
+            self.random_states.begin(task.layout.devices[0])  # which the launcher sends on
             local = registry.find("launchers", "local")()
             environ = {**os.environ, **({"PARALLELIZE_KEY": key} if key else {})}
             outcome = Outcome.returned(World(), local.launch(task, node=node, environ=environ))

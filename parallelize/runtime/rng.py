@@ -18,7 +18,14 @@ import torch
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.gather import broadcast_object, gather_objects
 
-__all__ = ["GeneratorAccess", "RNGState", "derive_seed", "global_generators", "random_numbers_per_rank"]
+__all__ = [
+    "GeneratorAccess",
+    "RNGState",
+    "derive_seed",
+    "global_generators",
+    "random_numbers_per_rank",
+    "seed_generators",
+]
 
 _MERSENNE_WORDS = 624
 
@@ -91,30 +98,28 @@ class RNGState:
             each.set(state)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of this process: of random, NumPy, and torch on all devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+
+
 @contextlib.contextmanager
 def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
     """Make the global generators of torch, random and NumPy draw other numbers on each rank in a block.
 
-    With a seed in the config they are seeded. Else, a generator whose state is that of a lower rank's is reseeded: rank
-    0 draws the numbers of one process, and ranks that differ already are left alone. Both can be repeated. Without a
-    seed, a collective gathers one hash per generator and rank; at the end of the block, unless by an exception, another
-    one sends rank 0's states to the ranks that had equal ones.
+    A generator whose state is that of a lower rank's is reseeded, so that a run can be repeated: rank 0 draws the
+    numbers of one process, and ranks that differ already are left alone. A collective gathers one hash per generator
+    and rank; at the end of the block, unless by an exception, another one sends rank 0's states to the ranks that had
+    equal ones.
 
     Args:
         run: runtime of this process.
-        split: whether to reseed equal generators without a seed.
+        split: whether to reseed equal generators if the config has no seed; with a seed they always are.
     """
     world = run.world
     if world.world_size == 1 or run.config.logical or (run.config.seed is None and not split):
-        yield
-        return
-    if run.config.seed is not None:
-        # The number drawn makes a second block of the run draw other numbers.
-        drawn = int(torch.randint(2**62, ()).item())
-        seed = int(_hash(f"{run.config.seed}/{world.rank}/{drawn}"), 16)
-        torch.manual_seed(seed)  # every accelerator's generator, too
-        for each in global_generators(None).values():
-            each.seed(seed)
         yield
         return
     generators = global_generators(run.devices)

@@ -15,7 +15,6 @@ import linecache
 import logging
 import multiprocessing
 import os
-import random
 import secrets
 import signal
 import sys
@@ -29,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import nn
 
 from parallelize.call.pickling import pickle_main_by_value, populate_main
+from parallelize.call.random_states import RandomStates, advances_caller
 from parallelize.call.returned import Changes
 from parallelize.call.settings import LogSettings, Settings, append_line, without_log_files
 from parallelize.call.task import Outcome, Task
@@ -46,6 +45,7 @@ from parallelize.hang_detection.stack_frames import call_site
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.context import EVALUATES, Runtime, activate, current
 from parallelize.runtime.process_group import Rendezvous
+from parallelize.runtime.rng import seed_generators
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
@@ -80,7 +80,8 @@ class WorkerSetup:
         devices: first device of each local rank, on which argument tensors from an accelerator are loaded.
         start_method: default multiprocessing start method in the worker, such as for DataLoader workers.
         logs: the caller's loggers.
-        settings: the caller's settings of torch, warnings and random numbers.
+        settings: the caller's settings of torch and warnings.
+        random_states: states of the caller's random generators.
         sources: lines of code that is in no file, such as a notebook's cells, as `linecache` keeps them.
         path: the caller's sys.path.
         argv: the caller's sys.argv.
@@ -96,6 +97,7 @@ class WorkerSetup:
     start_method: str
     logs: LogSettings
     settings: Settings
+    random_states: RandomStates
     sources: Mapping[str, Any]
     path: Sequence[str]
     argv: Sequence[str]
@@ -111,10 +113,24 @@ class WorkerSetup:
         start_method = multiprocessing.get_start_method(allow_none=True) or "fork"  # which keeps __main__
         sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
         logs, settings, authkey = LogSettings.capture(), Settings.capture(), multiprocessing.current_process().authkey
+        random_states = RandomStates.capture(layout.devices[0])
         # Not a name for a hook of the import, as of a namespace package that is installed editable.
         path = [str(Path(each).resolve()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
         key = secrets.token_bytes(32)
-        return cls(folder, environ, devices, start_method, logs, settings, sources, path, sys.argv, bytes(authkey), key)
+        return cls(
+            folder=folder,
+            environ=environ,
+            devices=devices,
+            start_method=start_method,
+            logs=logs,
+            settings=settings,
+            random_states=random_states,
+            sources=sources,
+            path=path,
+            argv=sys.argv,
+            authkey=bytes(authkey),
+            key=key,
+        )
 
     def rendezvous(self, rank: int) -> Rendezvous:
         """Return how a rank meets the others.
@@ -219,7 +235,7 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
         runtime.watchdog.on_hang = shutdown.terminate
         setup.settings.apply_default_device()
         if runtime.config.seed is None:
-            setup.settings.apply_generators()
+            setup.random_states.begin(runtime.devices)  # imported modules may have drawn numbers
         try:
             stop = StopHandler(rendezvous.store or world.master_port)
             value = _call(task, stop)
@@ -227,10 +243,13 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             for device in (each for each in runtime.devices if each.type != "cpu"):
                 torch.accelerator.synchronize(device)  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
+            random_states = None
+            if world.is_main and advances_caller(runtime.config):
+                random_states = RandomStates.capture(runtime.devices)
             found = changes.found() if changes else {}
             if not task.all_ranks and EVALUATES in runtime.flags and type(value) in (int, float):
                 found["evaluated"] = repr(value)
-            _write(Outcome.returned(world, returned, **found), shutdown.path)
+            _write(Outcome.returned(world, returned, random_states=random_states, **found), shutdown.path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.exit is not None:  # the group may be interrupted
                 os._exit(0)
@@ -288,9 +307,7 @@ def active_run(layout: Layout, world: World, rendezvous: Rendezvous | None = Non
     """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
     with activate(Runtime(world, layout, rendezvous or Rendezvous())) as runtime:
         if layout.config.seed is not None:
-            random.seed(layout.config.seed)
-            torch.manual_seed(layout.config.seed)
-            np.random.seed(layout.config.seed)
+            seed_generators(layout.config.seed)
         yield runtime
 
 
@@ -311,6 +328,7 @@ def _set_up_process(setup: WorkerSetup, world: World) -> None:
     _set_up_output(world, setup)
     linecache.cache.update(setup.sources)  # for tracebacks and debuggers
     setup.settings.apply()
+    setup.random_states.begin(())  # for numbers that modules draw on import
 
 
 def unbuffer_output() -> None:

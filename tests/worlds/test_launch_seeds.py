@@ -1,46 +1,140 @@
-"""`seed=` seeds every rank equally; without it, ranks draw the caller's next numbers. The caller's RNG states stay."""
+"""A call goes on from the caller's random states and gives rank 0's back; `seed=` makes it the same each time."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from ranks import outputs_of_ranks
+from torch import nn
 
-from parallelize import distributed
+from parallelize import distributed, parallel_model, rank
+
+# Two Gaussian numbers are drawn at a time: the state of `random` and NumPy has the second.
+Drawn = tuple[float, float, list[float]]
+PROCESSES = pytest.mark.parametrize("processes", [1, 2])
 
 
-@distributed(processes=2)
-def draw() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), torch.rand(1).item()
+def draw() -> Drawn:
+    return random.gauss(0, 1), float(np.random.randn()), torch.rand(2).tolist()
+
+
+def draw_and_fail() -> None:
+    draw()
+    raise ZeroDivisionError
+
+
+def draw_in_another_function() -> tuple[Drawn, Drawn, Drawn]:
+    return draw(), distributed(processes=2)(draw)(), draw()
+
+
+def train() -> tuple[Drawn, list[float], Drawn]:
+    """Draw numbers before, in and after a block that makes the ranks' numbers differ."""
+    before, model = draw(), nn.Linear(2, 1)
+    with parallel_model(model):
+        mask = torch.nn.functional.dropout(torch.ones(16)).tolist()
+    return before, mask, draw()
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def rng_states() -> tuple[object, ...]:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    python, numpy = random.getstate(), np.random.get_state()
+    return python, numpy[1].tolist(), numpy[2:], torch.get_rng_state().tolist()
 
 
-def test_a_seed_gives_equal_numbers_on_every_rank_and_in_every_call() -> None:
-    """Initial weights are equal on all ranks, and a run can be repeated."""
-    first = draw.options(seed=7).all_ranks()
-    assert first[0] == first[1]
-    assert draw.options(seed=7).all_ranks() == first
-    assert draw.options(processes=1, seed=7).all_ranks() == first[:1]
-    assert draw.options(seed=8)() != first[0]
+def program(call: Callable[[], Any], caller: Callable[[], Any] = draw) -> list[Any]:
+    """Return what two calls have drawn, and what the caller draws before, between and after them."""
+    seed_all(5)
+    return [caller(), call(), call(), caller(), call(), caller()]
 
 
-def test_without_a_seed_every_rank_draws_the_callers_next_numbers() -> None:
-    """Data is split alike on all ranks, as in one process, seeded by the caller or not; `seed=` wins."""
+@PROCESSES
+@pytest.mark.parametrize("function", [draw, draw_in_another_function, train])
+def test_calls_and_the_caller_draw_the_numbers_of_one_process(function: Callable[[], Any], processes: int) -> None:
+    """A second call draws the next numbers, and the caller those after them, in a block and a nested call, too."""
+    expected = program(function)
+    assert expected[1] != expected[2]
+    assert program(distributed(processes=processes)(function)) == expected
+
+
+@PROCESSES
+@pytest.mark.parametrize("function", [draw, train])
+def test_with_a_seed_every_call_is_the_same_and_leaves_the_caller_alone(
+    function: Callable[[], Any], processes: int
+) -> None:
+    """Rank 0 draws what a function draws that begins with the seed, also in a block."""
+    seed_all(7)
+    seeded = function()
+    undisturbed = program(lambda: seeded)
+    assert program(distributed(processes=processes, seed=7)(function)) == undisturbed
+    assert distributed(processes=processes, seed=8)(function)() != seeded
+
+
+@PROCESSES
+def test_without_update_modules_the_caller_is_left_alone(processes: int) -> None:
+    """Each call then begins with the same states."""
+    call = distributed(processes=processes, update_modules=False)(draw)
+    seed_all(5)
+    before = rng_states()
+    first, second = call(), call()
+    assert rng_states() == before
+    assert first == second == draw()
+
+
+@PROCESSES
+def test_a_call_that_raises_leaves_the_caller_alone(processes: int) -> None:
+    """So the call can be repeated."""
+    before = rng_states()
+    with pytest.raises(ZeroDivisionError):
+        distributed(processes=processes)(draw_and_fail)()
+    assert rng_states() == before
+
+
+def test_every_rank_begins_with_the_callers_states_or_the_seed() -> None:
+    """Data is split, and models are initialized, alike on all ranks; `seed=` wins."""
+    call = distributed(processes=2)(draw)
     for seed in (torch.seed, lambda: torch.manual_seed(7)):
         seed()
-        two, one = draw.all_ranks(), draw.options(processes=1).all_ranks()
-        assert draw.options(seed=7)() != two[0]
-        assert two == one * 2 == [draw.__wrapped__()] * 2
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        first, second = call.all_ranks()
+        random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
+        assert first == second == draw()
+    first, second = call.options(seed=7).all_ranks()
+    assert first == second
 
 
-def test_generators_of_the_caller_are_unchanged() -> None:
-    """Seeded or not, in other processes or in this one, a call does not change the caller's RNG states."""
+def test_what_another_rank_draws_does_not_come_back() -> None:
+    """Nor what it seeds."""
+
+    @distributed(processes=2)
+    def draw_more() -> None:
+        if rank() == 1:
+            seed_all(3)
+            draw()
+
     before = rng_states()
-    for processes in (1, 2):
-        for seed in (None, 3):
-            draw.options(processes=processes, seed=seed)()
-            assert rng_states() == before
+    draw_more()
+    assert rng_states() == before
+
+
+@pytest.mark.parametrize("options", ["processes=2", "processes=2, seed=7"])
+def test_ranks_that_were_started_elsewhere_go_on(tmp_path: Any, options: str) -> None:
+    """As under torchrun: a call runs in the process itself, which goes on, or is left alone with `seed=`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from worlds.test_launch_seeds import distributed, draw, program\n"
+        f"print(program(distributed({options})(draw)))\n",
+    )
+    seed_all(7)
+    seeded = draw()
+    expected = program((lambda: seeded) if "seed" in options else draw)
+    assert [output.splitlines()[-1] for output in outputs_of_ranks(script, per_node=2)] == [str(expected)] * 2
