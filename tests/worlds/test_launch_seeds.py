@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from ranks import outputs_of_ranks
+from ranks import free_port, outputs_of_ranks
 from torch import nn
 
 from parallelize import distributed, parallel_model, rank
+from parallelize.cluster.world import Node
+from parallelize.launchers.batch_launcher import BatchLauncher, NodeCall, outcomes_of
 
 # Two Gaussian numbers are drawn at a time: the state of `random` and NumPy has the second.
 Drawn = tuple[float, float, list[float]]
@@ -126,8 +134,9 @@ def test_what_another_rank_draws_does_not_come_back() -> None:
     assert rng_states() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["processes=2", "processes=2, seed=7"])
-def test_ranks_that_were_started_elsewhere_go_on(tmp_path: Any, options: str) -> None:
+def test_ranks_that_were_started_elsewhere_go_on(tmp_path: Path, options: str) -> None:
     """As under torchrun: a call runs in the process itself, which goes on, or is left alone with `seed=`."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -138,3 +147,49 @@ def test_ranks_that_were_started_elsewhere_go_on(tmp_path: Any, options: str) ->
     seeded = draw()
     expected = program((lambda: seeded) if "seed" in options else draw)
     assert [output.splitlines()[-1] for output in outputs_of_ranks(script, per_node=2)] == [str(expected)] * 2
+
+
+@pytest.mark.slow
+def test_every_node_goes_on(tmp_path: Path) -> None:
+    """The callers on all nodes get the states of rank 0."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from worlds.test_launch_seeds import distributed, draw, program\n"
+        "print(program(distributed(processes=1, num_nodes=2, timeout=60)(draw)))\n",
+    )
+    tests = Path(__file__).parents[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    running = []
+    for number in range(2):
+        variables = {**address, "NODE_RANK": str(number), "PYTHONPATH": f"{tests}:{tests.parent}"}
+        running.append(
+            subprocess.Popen(
+                [sys.executable, str(script)], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
+            )
+        )
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert [output.splitlines()[-1] for output in outputs] == [str(program(draw))] * 2
+
+
+def run_on_another_machine(call: NodeCall) -> bytes:
+    return call.run(Node("127.0.0.1", free_port(), 0))
+
+
+class OtherMachine(BatchLauncher):
+    """Makes a call as an agent of `hosts=` or of Ray does, in a process of its own."""
+
+    name: ClassVar[str] = "other machine"
+
+    def launch(self, task: Any, *, node: Any, environ: Any) -> Any:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as machine:
+            return outcomes_of(machine.submit(run_on_another_machine, NodeCall.of(task)).result())
+
+    def submit(self, tasks: Any, *, at_most: Any, environ: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.slow
+def test_a_call_on_another_machine_goes_on() -> None:
+    """The states go there and come back with the pickled call."""
+    call = distributed(processes=2, launcher=OtherMachine())(draw)
+    assert program(call) == program(draw)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import outputs_of_ranks
 from torch import nn
 from zoo import Mlp
 
@@ -95,6 +97,25 @@ def test_a_seed_of_the_run_seeds_every_rank() -> None:
     values = drawn.all_ranks()
     assert len(set(values)) == 2
     assert drawn.all_ranks(split_rng=False) == values
+
+
+def test_a_seed_of_a_block_in_a_script_seeds_its_process(tmp_path: Path) -> None:
+    """Rank 0 draws what one process draws, and all ranks do so after the block."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from worlds.test_rank_rng import Mlp, draw, parallel_model\n"
+        "with parallel_model(Mlp(), seed=3):\n"
+        "    print(draw())\n"
+        "print(draw())\n"
+    )
+    [alone] = outputs_of_ranks(script, world_size=1)
+    first, second = outputs_of_ranks(script, world_size=2, per_node=2)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_all(3)
+    assert alone == first == f"{draw()}\n{draw()}\n"
+    random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
+    assert second.splitlines()[0] != first.splitlines()[0]
+    assert second.splitlines()[1] == first.splitlines()[1]
 
 
 def test_equal_generators_may_stay_equal() -> None:
