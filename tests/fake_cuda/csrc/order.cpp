@@ -249,9 +249,13 @@ void release_cached() {
   }
 }
 
+// As the caching allocator, which keeps nothing for the stream that the block belongs to.
 void record_use(const void* address, StreamKey stream) {
   Lock lock(state_mutex());
-  if (auto block = base_of(state().blocks, address)) state().blocks[block].recorded.insert(stream);
+  auto base = base_of(state().blocks, address);
+  if (base == nullptr) return;
+  auto& block = state().blocks[base];
+  if (block.stream != stream) block.recorded.insert(stream);
 }
 
 void touch(const void* address, const Work& work, bool is_write) {
