@@ -100,13 +100,13 @@ ROOMS: Mapping[str, int] = {
     "cluster": 3_869,
     "comparison": 1_583,
     "config": 5_958,
-    "data": 13_564,
+    "data": 14_900,
     "hang_detection": 6_602,
     "launchers": 19_535,
     "plugins": 3_127,
     "precision": 6_991,
     "runtime": 16_458,
-    "torch_patches": 4_089,
+    "torch_patches": 4_424,
     "worker": 3_995,
 }
 

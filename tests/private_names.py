@@ -191,6 +191,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "torch warns of more batches than that len()",
         ),
     },
+    "torch.utils.data.dataloader": {
+        "_BaseDataLoaderIter": ("see loops over loaders that are not sharded", "every block of several ranks fails"),
+    },
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": {
         "_shutdown_workers": ("shut workers down immediately", "workers end when the iterator is garbage-collected"),
     },

@@ -1,0 +1,96 @@
+"""The replacements of DataLoader.__iter__ and of its iterators' __next__, for the time of a block.
+
+    for batch in loader:             DataLoader.__iter__    watcher.on_iter(loader, iterator)
+        loss.backward()              iterator.__next__      watcher.before_batch(iterator)
+
+The iterators are torch's own objects. `iter`, `next`, enumerate, zip, itertools and generators of
+the user all end in these two methods. A loader whose class replaces __iter__ and does not call
+torch's, as torchdata's StatefulDataLoader, is not watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from parallelize.torch_patches.private import replace_attribute
+
+__all__ = ["LoaderWatcher", "unwatched", "unwatched_batches", "watching_loaders"]
+
+T = TypeVar("T")
+
+
+class LoaderWatcher(Protocol):
+    """Is called when a DataLoader is iterated."""
+
+    def on_iter(self, loader: DataLoader[Any], iterator: Any) -> None:
+        """A loader has made an iterator, or has begun its persistent one anew; not if unwatched."""
+
+    def before_batch(self, iterator: Any) -> None:
+        """An iterator is asked for its next batch, of which it may have none; also if unwatched."""
+
+
+class _Unwatched(threading.local):
+    """A context in which this thread reads loaders that no watcher is told about.
+
+    Attributes:
+        depth: number of such contexts that this thread is in.
+    """
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_exc: object) -> None:
+        self.depth -= 1
+
+
+# Of a thread: a sharded loader may read ahead in another one.
+unwatched = _Unwatched()
+
+
+def unwatched_batches(batches: Iterable[T]) -> Iterator[T]:
+    """Yield batches; the DataLoaders that are read for them are not watched."""
+    iterator = iter(batches)
+    while True:
+        # Not while a batch is used: the loop may read other loaders. `with` takes twice as long.
+        unwatched.depth += 1
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            unwatched.depth -= 1
+        yield batch
+
+
+@contextlib.contextmanager
+def watching_loaders(watcher: LoaderWatcher) -> Iterator[None]:
+    """Tell a watcher of the DataLoaders that are iterated in the context."""
+    begin, draw = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    before_batch = watcher.before_batch
+
+    @functools.wraps(begin)
+    def watched_iter(loader: DataLoader[Any]) -> Any:
+        iterator = begin(loader)
+        if not unwatched.depth:
+            watcher.on_iter(loader, iterator)
+        return iterator
+
+    @functools.wraps(draw)
+    def watched_next(iterator: _BaseDataLoaderIter) -> Any:
+        before_batch(iterator)
+        return draw(iterator)
+
+    with (
+        replace_attribute(DataLoader, "__iter__", watched_iter),
+        replace_attribute(_BaseDataLoaderIter, "__next__", watched_next),
+    ):
+        yield
