@@ -23,6 +23,7 @@ from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
+from parallelize.data.forgotten import telling_forgotten_loaders
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction, Session
 from parallelize.plugins.options import choice, flag
@@ -143,10 +144,7 @@ def parallel_model(
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
         initializes = run.config.wrap is None and run.config.backend.shards_gradients
         check_models(modules, names, accepts_meta=initializes)
-        outer = context.active() or run
-        if IN_PARALLEL_MODEL not in outer.flags:  # an outer block removes its own mark
-            stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
-        outer.flags.add(IN_PARALLEL_MODEL)
+        stack.enter_context(_in_block(context.active() or run))
         _refuse_apex(run, average)
         _refuse_for_logical(run, modules, average)
         _refuse_shared(run, modules)
@@ -224,6 +222,20 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """
     route = route_of(model)
     return contextlib.nullcontext() if route is None else route.owner.no_sync()
+
+
+@contextlib.contextmanager
+def _in_block(run: Runtime) -> Iterator[None]:
+    """Mark the run as being in a block; in its outermost block, tell of forgotten loaders."""
+    if IN_PARALLEL_MODEL in run.flags:
+        yield
+        return
+    run.flags.add(IN_PARALLEL_MODEL)
+    try:
+        with telling_forgotten_loaders(run):
+            yield
+    finally:
+        run.flags.discard(IN_PARALLEL_MODEL)
 
 
 def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from parallelize.collectives import all_gather
 from parallelize.runtime.containers import leaves
-from parallelize.runtime.context import is_capturing, is_main, rank
+from parallelize.runtime.context import current, is_capturing, is_main, rank
 from parallelize.runtime.fingerprint import fingerprint
 from parallelize.runtime.user_line import user_stacklevel
 
@@ -47,9 +47,12 @@ class FirstStep:
         inputs = hash(tuple(self._fingerprints)) if self._fingerprints else rank()  # unequal: not known
         all_inputs, counts = all_gather((inputs, count))
         known = sorted(each for each in counts if not math.isnan(each))
+        told, is_same = current().loader_warnings, len({*all_inputs}) == 1
+        if is_same:
+            told.same_inputs_at = told.passes
         if not is_main():
             return
-        if len({*all_inputs}) == 1:
+        if is_same and not told.names_loader:
             warnings.warn(
                 f"{len(counts)} ranks read the same data: the inputs of "
                 f"{' + '.join(type(each).__name__ for each in self._models)} were bitwise equal on all ranks in the "

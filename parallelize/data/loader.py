@@ -26,6 +26,7 @@ from parallelize.runtime.rank_consistency import ConsistencyCheck, run_checks
 from parallelize.runtime.startup_summary import ActiveLoader
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.forward import route_of, routed_models
+from parallelize.torch_patches.loaders import unwatched_batches
 
 __all__ = ["ShardedLoader"]
 
@@ -157,7 +158,7 @@ class ShardedLoader(Generic[T]):
 
     def _batches(self, shard: EpochShard) -> Iterator[Any]:
         source, device, options = self._source, self._run.device, self._options
-        batches = source.batches(shard)
+        batches = unwatched_batches(source.batches(shard))
         if options.to_device and device != torch.device("cpu"):
             are_fresh = getattr(source.loader, "num_workers", 0) > 0
             batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)

@@ -17,6 +17,7 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog
+from parallelize.runtime.loader_warnings import LoaderWarnings
 from parallelize.runtime.process_group import Rendezvous, process_group
 from parallelize.runtime.unsynced_training import warn_if_unsynced
 
@@ -54,6 +55,7 @@ class Runtime:
         flags: names of once-per-run actions that have been done, such as "startup summary logged".
         states: what modules of higher floors keep for the run, by their names.
         rendezvous: what a launcher gives its ranks to meet each other.
+        loader_warnings: what the run was told about ranks that read the same data.
         watchdog: detects hangs if the run has several processes.
         at_end: contexts that end when the decorated function has returned.
     """
@@ -63,6 +65,7 @@ class Runtime:
     rendezvous: Rendezvous = field(default_factory=Rendezvous, compare=False, repr=False)
     flags: set[str] = field(default_factory=set, compare=False, repr=False)
     states: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    loader_warnings: LoaderWarnings = field(default_factory=LoaderWarnings, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
 

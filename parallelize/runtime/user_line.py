@@ -4,10 +4,51 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from parallelize.hang_detection.stack_frames import is_user_code
 
-__all__ = ["user_stacklevel"]
+__all__ = ["UserLine", "user_line", "user_stacklevel"]
+
+
+@dataclass(frozen=True)
+class UserLine:
+    """A line of the user's program, which may be warned about later.
+
+    Args:
+        path: of the file.
+        number: of the line.
+        namespace: global variables of its module, where Python notes which warnings were shown.
+    """
+
+    path: str
+    number: int
+    namespace: dict[str, Any] = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{Path(self.path).name}:{self.number}"
+
+    def warn(self, message: str) -> None:
+        """Show a warning as if this line had called `warnings.warn`."""
+        warnings.warn_explicit(
+            message,
+            UserWarning,
+            self.path,
+            self.number,
+            module=self.namespace.get("__name__", "<unknown>"),
+            registry=self.namespace.setdefault("__warningregistry__", {}),
+        )
+
+
+def user_line() -> UserLine | None:
+    """Return the innermost line of the user's program in this thread; None: there is none."""
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
+        if is_user_code(frame):
+            return UserLine(frame.f_code.co_filename, number, frame.f_globals)
+    return None
 
 
 def user_stacklevel() -> int:
