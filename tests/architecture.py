@@ -90,22 +90,22 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 6_847,
+    "": 6_887,
     "backends": 18_590,
     "backends/balanced": 14_217,
-    "block": 8_631,
+    "block": 8_659,
     "call": 13_493,
     "checkpoint": 13_233,
     "cli": 4_556,
     "cluster": 3_869,
     "comparison": 1_583,
     "config": 5_958,
-    "data": 14_900,
+    "data": 16_142,
     "hang_detection": 6_602,
     "launchers": 19_535,
     "plugins": 3_127,
     "precision": 6_991,
-    "runtime": 16_458,
+    "runtime": 16_733,
     "torch_patches": 4_424,
     "worker": 3_995,
 }

@@ -130,7 +130,7 @@ class _Watcher:
         return id(loader.dataset) in judged or len(judged) == _MAX_JUDGED
 
     def before_batch(self, iterator: Any) -> None:
-        """Note the next batch of a loop; after a backward pass since the last one, judge the loop."""
+        """Note the next batch of a loop; judge the loop after a backward pass since the last one."""
         loop = self._loops.get(id(iterator))
         # A generator of the user's calls iter() where it is made, and is then sharded.
         if loop is None or unwatched.depth:
@@ -155,7 +155,7 @@ class _Watcher:
                 self._answer(question)
 
     def answer_all(self) -> None:
-        """Answer the questions at the end of the block, where all ranks have compared their models."""
+        """Answer the questions at the end of the block, where all ranks have met."""
         for question in tuple(self._questions):
             self._answer(question)
 
@@ -194,8 +194,8 @@ class _Watcher:
         self._warnings.told_lines.add(question.line)
         self._warnings.names_loader = True
         question.line.warn(
-            f"each of {self._world.world_size} ranks reads all {question.name} at {question.line}: use "
-            "shard_loader(loader). If that is intended, call warnings.filterwarnings('ignore', "
+            f"each of {self._world.world_size} ranks reads all {question.name} at {question.line}: "
+            "use shard_loader(loader). If that is intended, call warnings.filterwarnings('ignore', "
             "'each of .* ranks reads all')"
         )
 
@@ -225,9 +225,10 @@ def _takes_whole_dataset(loader: DataLoader[Any]) -> bool:
 
 
 def _summary_text(loader: DataLoader[Any]) -> str:
-    """Return a text that is equal on ranks that read the same samples; "" if that is not certain."""
+    """Return a text that is equal on ranks that read the same samples; "" if not certain."""
     summary = summary_of(loader)
     if not summary.is_comparable:
         return ""
-    indices = getattr(_sampler_of(loader), "indices", ())
-    return f"{summary.to_text()} {order_fingerprint(sorted(to_python(indices)))}"
+    # Of a SubsetRandomSampler, on whose order the ranks need not agree. Keys may be of any types.
+    indices = to_python(getattr(_sampler_of(loader), "indices", ()))
+    return f"{summary.to_text()} {order_fingerprint(sorted(map(str, indices)))}"

@@ -15,8 +15,10 @@ import hashlib
 import itertools
 import json
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,8 @@ __all__ = ["DataSummary", "different_data_error", "hold_different_data", "summar
 _SEED = 0
 _READS = 3
 _MAX_ELEMENTS = 64
-_MAX_DEPTH = 4
-_MAX_ITEMS = 100
+_MAX_OBJECTS = 1000
+_MAX_ITEMS = 8
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def summary_of(loader: DataLoader[Any]) -> DataSummary:
         return DataSummary(length)
     try:
         reads = _hashes_of_reads(loader, [0, length - 1])
-    except Exception:  # noqa: BLE001 - of the user's dataset, which may take other keys than numbers
+    except Exception:  # noqa: BLE001 - of the dataset, which may take other keys
         return DataSummary()
     # The first read may open files, and begins with other random numbers than the next two.
     _, second, third = reads
@@ -219,7 +221,7 @@ def _text_of(leaf: Any) -> str:
 def _unchanged_generators(dataset: Any) -> Iterator[None]:
     """Restore the global generators at the end of the context, and those that a dataset holds."""
     with contextlib.ExitStack() as restored:
-        for generator in _generators_in(dataset, _MAX_DEPTH):
+        for generator in _generators_in(dataset):
             if isinstance(generator, torch.Generator):
                 restored.callback(generator.set_state, generator.get_state())
             elif isinstance(generator, random.Random):
@@ -236,18 +238,29 @@ def _unchanged_generators(dataset: Any) -> Iterator[None]:
 _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
-def _generators_in(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the generators of random numbers that an object holds, such as one of its transform."""
-    if isinstance(value, _GENERATORS):
-        yield value
-        return
-    if depth == 0 or isinstance(value, (torch.Tensor, type)):
-        return
-    items: Iterable[Any] = getattr(value, "__dict__", {}).values()
-    if isinstance(value, dict):
-        items = value.values()
+def _generators_in(dataset: Any) -> list[Any]:
+    """Return the generators of random numbers that a dataset holds, as in its transform."""
+    generators, seen, queue = [], set[int](), deque([dataset])
+    while queue and len(seen) < _MAX_OBJECTS:
+        value = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _GENERATORS):
+            generators.append(value)
+        else:
+            queue.extend(_held_by(value))
+    return generators
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return what an object or a container holds: of long containers a few items."""
     if isinstance(value, (list, tuple)):
-        items = value
-    # A list of a million files holds no generators.
-    for item in itertools.islice(items, _MAX_ITEMS):
-        yield from _generators_in(item, depth - 1)
+        # The last sample of a concatenated dataset is in the last one.
+        return [*value[:_MAX_ITEMS], *value[-_MAX_ITEMS:]]
+    if isinstance(value, dict):
+        return itertools.islice(value.values(), _MAX_ITEMS)
+    if isinstance(value, (torch.Tensor, type, ModuleType)):
+        return ()
+    attributes: Iterable[Any] = getattr(value, "__dict__", {}).values()
+    return attributes

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from parallelize import distributed, parallel_model, rank, shard_loader
 
 SAMPLES = 24
-Step = Callable[[torch.Tensor], None]
+Step = Callable[..., None]
 
 
 def samples() -> torch.Tensor:
@@ -205,6 +205,11 @@ def after_other_data(step: Step) -> None:
             step(batch)
 
 
+def accumulated_over_equal_batches(step: Step) -> None:
+    for number, batch in enumerate(loader(shuffle=False)):  # told
+        step(batch, is_last=number % 3 == 2)
+
+
 TOLD = [
     whole_epoch,
     made_anew_in_each_epoch,
@@ -223,6 +228,7 @@ TOLD = [
     evaluated_in_between,
     evaluated_by_next,
     after_other_data,
+    accumulated_over_equal_batches,
 ]
 
 
@@ -310,11 +316,12 @@ def in_block(program: Callable[[Step], None], *, passes: int = 1, **options: Any
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
-    def step(batch: torch.Tensor) -> None:
+    def step(batch: torch.Tensor, *, is_last: bool = True) -> None:
         for _ in range(passes):
             model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
 
     with parallel_model(model, **options):
         program(step)

@@ -201,7 +201,8 @@ def test_a_summary_leaves_the_program_as_it_was(workers: int) -> None:
     keep_sigchld_handler()
     dataset, untouched = OwnNoise(rows(8), 0), OwnNoise(rows(8), 0)
     generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(dataset, shuffle=True, generator=generator, num_workers=workers)
+    parts = ConcatDataset([*(Rows(rows(1)) for _ in range(20)), Subset(dataset, range(8))])
+    loader = DataLoader(parts, shuffle=True, generator=generator, num_workers=workers)
     attributes = dict(vars(loader))
     with own_generators(1) as states:
         before = states(), generator.get_state().tolist()
