@@ -39,6 +39,7 @@ from parallelize.data.same_data import summary_of
 from parallelize.data.sampling import is_exactly, order_fingerprint, to_python
 from parallelize.data.source import copy_of
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.group_abort import is_interrupted
 from parallelize.runtime.process_group import default_store
 from parallelize.runtime.user_line import UserLine, user_line
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
@@ -130,7 +131,7 @@ class _Watcher:
         return id(loader.dataset) in judged or len(judged) == _MAX_JUDGED
 
     def before_batch(self, iterator: Any) -> None:
-        """Note the next batch of a loop; judge the loop after a backward pass since the last one."""
+        """Note the next batch of a loop; judge the loop if there was a backward pass since."""
         loop = self._loops.get(id(iterator))
         # A generator of the user's calls iter() where it is made, and is then sharded.
         if loop is None or unwatched.depth:
@@ -161,7 +162,8 @@ class _Watcher:
 
     def _judge(self, loop: _Loop, passes: int) -> None:
         """Put this rank's summary into the store, once for each line and dataset."""
-        if self._is_judged(loop.line, loop.loader):
+        # After Ctrl-C, requests to the store fail.
+        if is_interrupted() or self._is_judged(loop.line, loop.loader):
             return
         judged = self._warnings.judged_datasets.setdefault(loop.line, set())
         judged.add(id(loop.loader.dataset))
@@ -183,6 +185,8 @@ class _Watcher:
 
     def _answer(self, question: _Question) -> None:
         """Warn if the summaries of all ranks are in the store, and are equal."""
+        if is_interrupted():
+            return
         store = default_store()
         if not store.check(question.keys):
             return

@@ -112,10 +112,10 @@ def different_data_error(name: str, summaries: Sequence[DataSummary]) -> SyncErr
     """
     return SyncError(
         f"{name}: the ranks hold different data: {_difference(summaries)}",
-        why="shard_loader gives each rank its share of a dataset that all ranks hold; of parts, each "
-        "rank would read a part of its part, and the other samples would be left out",
-        fix="use shard_loader(loader, divides='processes') if each process has its part already; else "
-        "pass the same dataset on all ranks; divides='nothing' skips the comparison",
+        why="shard_loader gives each rank its share of a dataset that all ranks hold; of parts, "
+        "each rank would read a part of its part, and the other samples would be left out",
+        fix="use shard_loader(loader, divides='processes') if each process has its part already; "
+        "else pass the same dataset on all ranks; divides='nothing' skips the comparison",
     )
 
 

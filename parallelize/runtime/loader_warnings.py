@@ -15,8 +15,8 @@ class LoaderWarnings:
 
     Attributes:
         passes: number of backward passes in blocks of the run.
-        judged_datasets: ids of the datasets that were compared with those of the other ranks, by the
-            line of their loop. It is filled alike on all ranks.
+        judged_datasets: ids of the datasets that were compared with those of the other ranks, by
+            the line of their loop. It is filled alike on all ranks.
         told_lines: lines with a loop over a DataLoader that were told.
         names_loader: whether a warning has named the line of a DataLoader, on the main rank.
         same_inputs_at: number of passes when equal inputs of the ranks were told; 0: they were not.
