@@ -100,7 +100,7 @@ ROOMS: Mapping[str, int] = {
     "cluster": 3_869,
     "comparison": 1_583,
     "config": 5_958,
-    "data": 16_160,
+    "data": 16_164,
     "hang_detection": 6_602,
     "launchers": 19_535,
     "plugins": 3_127,

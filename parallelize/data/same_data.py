@@ -35,10 +35,19 @@ from parallelize.torch_patches.loaders import unwatched
 __all__ = ["DataSummary", "different_data_error", "hold_different_data", "summary_of"]
 
 _SEED = 0
+"""Seed of the global generators at the beginning of each compared read."""
+
 _READS = 3
+"""The first one may open files, and begins with the numbers of a new worker."""
+
 _MAX_ELEMENTS = 64
+"""Elements of an array that are hashed, evenly spaced."""
+
 _MAX_OBJECTS = 1000
+"""Objects of a dataset that are searched for generators."""
+
 _MAX_ITEMS = 8
+"""Items of a container that are searched, at its beginning and at its end."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,6 @@ def summary_of(loader: DataLoader[Any]) -> DataSummary:
         reads = _hashes_of_reads(loader, [0, length - 1])
     except Exception:  # noqa: BLE001 - of the dataset, which may take other keys
         return DataSummary()
-    # The first read may open files, and begins with other random numbers than the next two.
     _, second, third = reads
     samples = []
     for sample, again in zip(second, third, strict=True):
@@ -184,7 +192,7 @@ class _HashSamples:
 def _hash_of(sample: Any) -> str:
     """Return a hash of a sample's values; "" if none of them can be read."""
     try:
-        texts = [_text_of(leaf) for leaf in leaves(sample)]
+        texts = list(map(_text_of, leaves(sample)))
     except Exception:  # noqa: BLE001 - of a class of the user, or a nested or sparse tensor
         return ""
     if not any(texts):
@@ -196,7 +204,11 @@ def _text_of(leaf: Any) -> str:
     """Return a text of a leaf's values; "" for an object of another type.
 
     Floats are rounded, and few elements are taken: the processors of two nodes may compute the last
-    bits of a sample differently, which must not count as other data.
+    bits of a sample differently, which must not count as other data. An element changes by rounding
+    if its last bits lie at a border of bfloat16, which one of thousands does.
+
+    Raises:
+        Exception: a tensor has no elements in a row, as a sparse or a nested one.
     """
     if isinstance(leaf, (str, bytes, bool, int)):
         return repr(leaf)
@@ -219,7 +231,10 @@ def _text_of(leaf: Any) -> str:
 
 @contextlib.contextmanager
 def _unchanged_generators(dataset: Any) -> Iterator[None]:
-    """Restore the global generators at the end of the context, and those that a dataset holds."""
+    """Restore the global generators at the end of the context, and those that a dataset holds.
+
+    In the context, the global ones draw equal numbers on all ranks.
+    """
     with contextlib.ExitStack() as restored:
         for generator in _generators_in(dataset):
             if isinstance(generator, torch.Generator):
@@ -239,7 +254,11 @@ _GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.
 
 
 def _generators_in(dataset: Any) -> list[Any]:
-    """Return the generators of random numbers that a dataset holds, as in its transform."""
+    """Return the generators of random numbers that a dataset holds, as in its transform.
+
+    Those near to the dataset are found first. One that is not found goes on from another state: its
+    dataset draws other numbers than without the summary.
+    """
     generators, seen, queue = [], set[int](), deque([dataset])
     while queue and len(seen) < _MAX_OBJECTS:
         value = queue.popleft()
