@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import signal
@@ -29,7 +28,7 @@ from parallelize.cluster.world import Node
 from parallelize.comparison.compare import Comparison, compare_runs
 from parallelize.config.config import Config
 from parallelize.config.explain import explain
-from parallelize.config.layout import Epochs, Layout, place
+from parallelize.config.layout import Layout, place
 from parallelize.config.options import Options
 from parallelize.errors import ConfigError
 from parallelize.launchers.batch_launcher import BatchLauncher
@@ -120,9 +119,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
 
     __wrapped__: Callable[P, R]
 
-    def __init__(self, function: Callable[P, R], config: Config, epochs: Epochs | None = None) -> None:
+    def __init__(self, function: Callable[P, R], config: Config) -> None:
         super().__init__(function)
-        self._self_config, self._self_epochs = config, Epochs() if epochs is None else epochs
+        self._self_config = config
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function in every process of the layout.
@@ -155,7 +154,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             ConfigError: the new options are invalid, or exclude options that are kept.
         """
         with folded_traceback:
-            return type(self)(self.__wrapped__, self._self_config.changed(**changes), self._self_epochs)
+            return type(self)(self.__wrapped__, self._self_config.changed(**changes))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Submit a call as a job to the cluster's queue, and return immediately.
@@ -221,7 +220,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     ) -> DistributedFunction[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind a method to its instance or class, as plain functions do."""
-        return type(self)(self.__wrapped__.__get__(instance, owner), self._self_config, self._self_epochs)
+        return type(self)(self.__wrapped__.__get__(instance, owner), self._self_config)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Like a plain function: by its name if this resolves to it. cloudpickle, as which workers pass no protocol,
@@ -288,7 +287,6 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         layout, queue = self._plan()
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=3)
-        layout = dataclasses.replace(layout, epochs=self._self_epochs)
         task = Task(*_unbind(function, args), kwargs, layout, all_ranks)
         if queue is not None:
             return _launch(task, by=queue)

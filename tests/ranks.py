@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from parallelize import distributed
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
+from parallelize.hang_detection.from_rank_0 import FirstTold, ValuesOfRank0
 from parallelize.runtime.context import Runtime, _active
+from parallelize.runtime.plain_values import encoded
+from parallelize.runtime.rng import global_generators
 
 __all__ = [
     "TORCHRUN",
@@ -43,6 +48,9 @@ __all__ = [
     "without_leak_report",
 ]
 
+
+_STORE = HashStore()
+"""What simulated ranks 0 have told."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 """Python's arguments before a script that two ranks of torchrun run."""
@@ -96,12 +104,32 @@ def running_pids(pids: Iterable[int]) -> list[int]:
     return found
 
 
+class _SimulatedRank0(ValuesOfRank0):
+    """What rank 0 has told, or would tell if its generators had the states of this rank's."""
+
+    def wait(self, topic: str, number: int) -> bytes:
+        if self._store.check([f"from rank 0/{topic}/{number}"]):
+            return super().wait(topic, number)
+        generators = global_generators([torch.device("cpu")])
+        return zlib.compress(encoded({name: access.get() for name, access in generators.items()}))
+
+    def first_told(self, topic: str, text: str) -> FirstTold:
+        """Return this rank's text: worlds of real processes compare data."""
+        return FirstTold(self._rank, text)
+
+
 @contextlib.contextmanager
 def as_rank(rank: int, world_size: int, **options: Any) -> Iterator[None]:
-    """Run the block as one rank of a world whose other ranks do not exist; collectives are not possible."""
+    """Run the block as one rank of a world whose other ranks do not exist; collectives are not possible.
+
+    Simulate rank 0 first: the others read in the order that it has drawn. Without a rank 0, they read as if its
+    generators had the states of theirs.
+    """
     config = Config.parse(processes=world_size, **options)
     world = World(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-    token = _active.set(Runtime(world, compute_layout(config, Hardware())))
+    runtime = Runtime(world, compute_layout(config, Hardware()))
+    runtime.watchdog.values_of_rank_0 = _SimulatedRank0(_STORE, rank, world_size, timeout_s=5.0)
+    token = _active.set(runtime)
     try:
         yield
     finally:

@@ -348,7 +348,7 @@ BEHAVIOURS = {
         expectation="an `IterableDataset` is divided, each sample once",
         check=_shards_a_stream,
         needs=("loader",),
-        test="tests/unit/data/test_iterable_style.py::test_samples_of_iterable_datasets",
+        test="tests/unit/data/test_streams.py::test_samples_of_iterable_datasets",
     ),
     "divided": Behaviour(
         expectation="a loader with a `DistributedSampler` is not divided twice",

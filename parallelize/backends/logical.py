@@ -30,7 +30,7 @@ from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner, Session
 from parallelize.runtime.autograd_graph import MODELS_KEY, has_sparse_gradient, mark_outputs, node_of, nodes_behind
 from parallelize.runtime.containers import leaves, map_leaves, with_leaves
-from parallelize.runtime.context import PART_SIZES, Runtime, current
+from parallelize.runtime.context import Runtime, current
 from parallelize.runtime.loss_counts import loss_counts
 from parallelize.runtime.rng import RNGState, derive_seed, global_generators
 from parallelize.runtime.user_line import user_stacklevel
@@ -51,6 +51,7 @@ class _Bits:
         self.names: dict[int, str] = {}  # of parameters, by id
         self.outputs: list[tuple[torch.Tensor, int]] = []  # with the number of samples of the first part
         self.generators: RNGState | None = None  # after the latest forward
+        self.passes = 0  # of loaders, which draw an order, at the latest forward
 
     def backward(self, each: Pass, run: Run) -> None:
         """Run a backward pass; a subscriber of torch_patches.backward."""
@@ -174,7 +175,9 @@ class Parts(nn.Module):
         bits, is_recorded = self._bits, torch.is_grad_enabled()
         sizes = self._sizes((args, kwargs), is_recorded=is_recorded)
         if is_recorded:
-            if bits.forwards and bits.generators is not None and bits.generators.has_changed():
+            passes, bits.passes = bits.passes, bits.run.loaders.passes
+            is_same_pass = passes == bits.passes
+            if bits.forwards and is_same_pass and bits.generators is not None and bits.generators.has_changed():
                 bits.warn("random numbers were drawn between two forwards, perhaps for each sample")
             # A number that all processes draw alike.
             self._drawn, self._since = int(torch.randint(2**62, (), device="cpu").item()), 0
@@ -219,7 +222,7 @@ class Parts(nn.Module):
         """Return the number of samples in each part."""
         tensors = [each for each in leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim]
         size = len(tensors[0]) if tensors else 0
-        batches: dict[int, tuple[list[int], bool]] = current().states.get(PART_SIZES, {})
+        batches = current().loaders.parts_by_size
         known, is_even = batches.get(size, ([], False))
         if known and (is_even or not is_recorded):
             return [each for each in known if each]

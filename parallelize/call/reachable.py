@@ -17,8 +17,6 @@ import torch
 import wrapt
 from torch import nn
 
-from parallelize.config.layout import Epochs
-
 __all__ = [
     "CODE",
     "CONTAINERS",
@@ -37,7 +35,7 @@ CODE: tuple[Any, ...] = (types.FunctionType, types.BuiltinFunctionType, type, PR
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # NumPy's new generators draw from a bit generator, which has their state.
 GENERATORS = (torch.Generator, random.Random, np.random.BitGenerator, np.random.RandomState)
-_STATEFUL = (nn.Module, Epochs, *GENERATORS)
+_STATEFUL = (nn.Module, *GENERATORS)
 T = TypeVar("T")
 
 

@@ -288,7 +288,7 @@ def load(path: str | os.PathLike[str], /, *, rng: bool = True, strict: bool = Tr
         path: the file or folder that `save` wrote. No code in it is run, even if it comes from an untrusted
             source.
         rng: whether to restore this rank's RNG states, if the number of processes is the same as when they
-            were saved; use False to load weights for evaluation or for a new run.
+            were saved, else those of rank 0; use False to load weights for evaluation or for a new run.
         strict: whether a model must have exactly the weights in the file; False: log the names that only one
             of them has, and load the others.
         **objects: models, optimizers, loaders and other objects, under the names that they were saved with;
@@ -379,8 +379,14 @@ def _prepared(path: Path, objects: Named, checkpoint: files.Checkpoint, *, rng: 
     # This rank's datasets and random numbers go on from where they were.
     world, states = context.current().world, checkpoint.record.get("rng", ())
     has_parts = context.current().config.logical is not None  # then all ranks have one state
-    is_known = len(states) > 0 if has_parts else world.world_size == len(states)
-    own = (states[0 if has_parts else world.rank] if is_known else None) or {}
+    own: dict[str, Any] = {}
+    if len(states) > 0 and has_parts:
+        own = states[0] or {}
+    elif len(states) == world.world_size:
+        own = states[world.rank] or {}
+    elif len(states) > 0 and world.is_main:
+        # At any number of processes rank 0 draws the numbers of one process, as for the orders of loaders.
+        own = {name: state for name, state in (states[0] or {}).items() if name != "data"}
     for name, state in own.get("data", {}).items():
         loader: Any = objects.get(name)
         if state is not None and hasattr(type(loader), "check_rank_state"):

@@ -15,7 +15,6 @@ import torch
 
 from parallelize.call.task import Outcome, Task
 from parallelize.config.layout import Layout
-from parallelize.data.source import merged_ranks
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.runtime.context import active, current, world_size
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
@@ -218,7 +217,7 @@ class _RecordedFunction:
         torch.backends.cudnn.allow_tf32 = False
         steps, losses = list[_Step](), list[float]()
         is_alone = world_size() == 1 and current().config.logical is None  # this process is its own
-        merged_ranks.set(self.merged_ranks if is_alone else 1)
+        current().loaders.merged_ranks = self.merged_ranks if is_alone else 1
 
         def record_loss(each: Pass, run: Run) -> None:
             losses.extend(root.item() for root in each.roots if isinstance(root, torch.Tensor) and root.numel() == 1)

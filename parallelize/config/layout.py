@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,11 @@ from parallelize.config.config import NO_COLLECTIVES, Config, contradictions, na
 from parallelize.config.options import ALL_GPUS, gpus_text
 from parallelize.errors import ConfigError, Fault
 
-__all__ = ["RUN_ID", "Epochs", "Layout", "compute_layout", "place"]
+__all__ = ["RUN_ID", "Layout", "compute_layout", "place"]
 
 RUN_ID = "parallelize-"  # of a worker, with its process id
 
 _Devices = tuple[tuple[torch.device, ...], ...]  # of each local rank
-
-
-class Epochs(dict[str, int]):
-    """The epoch in which the next loader begins that a line of code makes; it comes back from calls."""
-
-    def state_dict(self) -> Epochs:
-        """Return a copy."""
-        return Epochs(self)
-
-    load_state_dict = dict.update
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,6 @@ class Layout:
             Nodes may differ in size.
         node: this node in a run of several nodes, on which this process starts the workers; None: a single node, or
             no address of node 0 in the environment.
-        epochs: where the loaders of the function begin.
     """
 
     config: Config
@@ -57,7 +46,6 @@ class Layout:
     warnings: tuple[str, ...] = ()
     world: World | None = None
     node: Node | None = None
-    epochs: Epochs = field(default_factory=Epochs, compare=False, repr=False)
 
     @property
     def local_world_size(self) -> int:

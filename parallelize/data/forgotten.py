@@ -1,4 +1,4 @@
-"""A forgotten shard_loader is told: a DataLoader of which each rank reads all samples in training.
+"""Warns of a forgotten shard_loader: a DataLoader of which each rank reads all in training.
 
     iter(loader)            its batches are to come from all of a map-style dataset
          |
@@ -12,7 +12,8 @@
     all are equal           a warning
 
 A rank that has loaded its own part has another summary, and one that evaluates alone has no
-companions: nothing is told. Batches that are read without gradients are no training.
+others to be compared with: there is no warning. Batches that are read without gradients are no
+training.
 """
 
 from __future__ import annotations
@@ -35,17 +36,15 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from parallelize.data.copied_loader import copy_of, is_exactly
 from parallelize.data.same_data import summary_of
-from parallelize.data.sampling import is_exactly, order_fingerprint, to_python
-from parallelize.data.source import copy_of
+from parallelize.data.units import order_fingerprint, to_python
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.group_abort import is_interrupted
 from parallelize.runtime.process_group import default_store
 from parallelize.runtime.user_line import UserLine, user_line
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.loaders import unwatched, watching_loaders
-
-__all__ = ["telling_forgotten_loaders"]
 
 # Datasets that are compared for one line: a function `fit(loader)` is called with several loaders,
 # and a program may make a dataset in each epoch.
@@ -114,9 +113,9 @@ class _Watcher:
 
     def on_iter(self, loader: DataLoader[Any], iterator: Any) -> None:
         """Note the beginning of a loop."""
-        # Persistent workers have one iterator for all epochs.
+        # With persistent workers the same iterator comes again in each epoch, and begins anew.
         self._loops.pop(id(iterator), None)
-        if not _takes_whole_dataset(loader):
+        if not _reads_alike_on_all_ranks(loader):
             return
         line = user_line()
         if line is not None and not self._is_judged(line, loader):
@@ -210,7 +209,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
     return loader.sampler if batches is None else getattr(batches, "sampler", None)
 
 
-def _takes_whole_dataset(loader: DataLoader[Any]) -> bool:
+def _reads_alike_on_all_ranks(loader: DataLoader[Any]) -> bool:
     """Return whether a loader certainly reads the same samples on each rank that has the same data.
 
     Samplers of other classes than torch's may divide the samples, as DistributedSampler does, and
@@ -223,8 +222,8 @@ def _takes_whole_dataset(loader: DataLoader[Any]) -> bool:
         return False
     sampler = _sampler_of(loader)
     if is_exactly(sampler, RandomSampler):
-        # What is drawn with replacement is no epoch of the dataset.
-        return not sampler.replacement
+        # What is drawn with replacement, or only in part, is no epoch of the dataset.
+        return not sampler.replacement and len(sampler) == len(sampler.data_source)
     return is_exactly(sampler, SequentialSampler) or is_exactly(sampler, SubsetRandomSampler)
 
 

@@ -33,8 +33,6 @@ from torch.utils.data import DataLoader, default_collate
 
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["move_batches", "pins_memory"]
-
 
 def move_batches(
     batches: Iterator[Any], device: torch.device, *, prefetch: int, are_fresh: bool = False
@@ -74,9 +72,9 @@ def move_batches(
 def pins_memory(loader: Any, device: torch.device) -> bool:
     """Return whether a copy of a DataLoader may have pin_memory=True, to copy to a device.
 
-    Its thread then pins the batches, and the main thread finds them pinned. Torch's thread raises
-    on tensors that are expanded, sparse or on a device, of which `move_batches` takes care. So the
-    batches have to be those of torch's default_collate, whose tensors are new and dense.
+    Its thread then pins the batches, and the main thread finds them pinned. But torch's thread
+    raises on tensors that are expanded, sparse or on a device. torch's default_collate makes none
+    of these, so that only its batches are pinned there; `move_batches` pins all others.
     """
     if device.type != "cuda" or not isinstance(loader, DataLoader):
         return False
@@ -124,7 +122,10 @@ class _Mover:
         return moved.batch
 
     def close(self) -> None:
-        """Let go of batches that were started, and which the loop has not taken."""
+        """Let go of batches that were started, and which the loop has not taken.
+
+        On one stream there is nothing to do.
+        """
 
 
 class _CopyStreamMover(_Mover):
@@ -173,7 +174,8 @@ class _CopyStreamMover(_Mover):
         return moved.batch
 
     def close(self) -> None:
-        # The memory of batches that nobody has taken returns to the loop stream.
+        # The loop stream reuses the memory of batches that nobody has taken: not while copies still
+        # write to it.
         self._loop_stream.wait_stream(self._copy_stream)
 
 

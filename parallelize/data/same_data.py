@@ -1,8 +1,8 @@
 """Whether the ranks hold the same map-style data, as small summaries of it tell.
 
 A rank may have loaded its part alone, as by `files[rank::world_size]`. To shard such parts again
-would leave most samples out. Each rank makes a summary of its dataset, and whoever has those of all
-ranks compares them.
+would leave most samples out. Each rank makes a summary of its dataset, and a rank that has those of
+other ranks compares them.
 
     summary       length of the dataset, and the hashes of its first and its last sample
     comparable    a sample whose hash is the same in two reads that begin with equal random numbers
@@ -25,14 +25,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from parallelize.data.rng import IsolatedRNG
-from parallelize.data.source import copy_of, length_of
+from parallelize.data.copied_loader import copy_of
+from parallelize.data.draws import seeded_drawing
+from parallelize.data.source import length_of
 from parallelize.errors import SyncError
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.rng import global_generators
 from parallelize.torch_patches.loaders import unwatched
-
-__all__ = ["DataSummary", "different_data_error", "hold_different_data", "summary_of"]
 
 _SEED = 0
 """Seed of the global generators at the beginning of each compared read."""
@@ -73,7 +72,7 @@ class DataSummary:
 
     @classmethod
     def from_text(cls, text: str) -> DataSummary:
-        """Return the summary of which `to_text` has made a text."""
+        """Return the summary that `to_text` wrote."""
         length, *samples = json.loads(text)
         return cls(length, tuple(samples))
 
@@ -93,7 +92,7 @@ def summary_of(loader: DataLoader[Any]) -> DataSummary:
         return DataSummary(length)
     try:
         reads = _hashes_of_reads(loader, [0, length - 1])
-    except Exception:  # noqa: BLE001 - of the dataset, which may take other keys
+    except Exception:  # noqa: BLE001 - the dataset raises it: it may take other keys
         return DataSummary()
     _, second, third = reads
     samples = []
@@ -205,7 +204,7 @@ def _text_of(leaf: Any) -> str:
 
     Floats are rounded, and few elements are taken: the processors of two nodes may compute the last
     bits of a sample differently, which must not count as other data. An element changes by rounding
-    if its last bits lie at a border of bfloat16, which one of thousands does.
+    if its last bits lie at a border of bfloat16, as one in thousands does.
 
     Raises:
         Exception: a tensor has no elements in a row, as a sparse or a nested one.
@@ -231,14 +230,17 @@ def _text_of(leaf: Any) -> str:
 
 @contextlib.contextmanager
 def _unchanged_generators(dataset: Any) -> Iterator[None]:
-    """Restore the global generators at the end of the context, and those that a dataset holds.
+    """Restore the generators that a dataset holds, and the global ones, at the end of the context.
 
     In the context, the global ones draw equal numbers on all ranks.
     """
     with contextlib.ExitStack() as restored:
+        # The operating system's generator has no state.
         for generator in _generators_in(dataset):
             if isinstance(generator, torch.Generator):
                 restored.callback(generator.set_state, generator.get_state())
+            elif isinstance(generator, random.SystemRandom):
+                continue
             elif isinstance(generator, random.Random):
                 restored.callback(generator.setstate, generator.getstate())
             elif isinstance(generator, np.random.RandomState):
@@ -246,7 +248,8 @@ def _unchanged_generators(dataset: Any) -> Iterator[None]:
             else:
                 bits = generator.bit_generator
                 restored.callback(setattr, bits, "state", bits.state)
-        restored.enter_context(IsolatedRNG(_SEED))
+        # It seeds the global generators, and restores them at its end.
+        restored.enter_context(seeded_drawing([], _SEED).block())
         yield
 
 

@@ -52,6 +52,7 @@ import torch.distributed as dist
 
 from parallelize.errors import SyncError
 from parallelize.hang_detection.deadlock import Verdict, find_deadlock, waiting_line
+from parallelize.hang_detection.from_rank_0 import RANK_0, ValuesOfRank0
 from parallelize.hang_detection.last_seen import (
     LastSeen,
     Process,
@@ -62,7 +63,7 @@ from parallelize.hang_detection.last_seen import (
     line_of_function,
     line_of_stack,
 )
-from parallelize.hang_detection.rank_state import RankState, latest_collectives, progress
+from parallelize.hang_detection.rank_state import Collective, RankState, latest_collectives, progress
 from parallelize.hang_detection.stack_frames import (
     Stack,
     call_site,
@@ -321,6 +322,8 @@ class Watchdog:
     on_look: Any = None
     has_debugger = False
     seen_folder: Path | None = None
+    values_of_rank_0: ValuesOfRank0 | None = None
+    """What rank 0 tells the other ranks in the block; None: there is no group of several ranks."""
 
     _judge: Judge | None = None
     _stack: Stack | None = None
@@ -340,6 +343,19 @@ class Watchdog:
             since_ns: time when the group was initialized for this block (time.time_ns); None: the group outlives the
                 block, so ranks that have left the block may still make collectives.
         """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        outer, self.values_of_rank_0 = (
+            self.values_of_rank_0,
+            ValuesOfRank0(store, rank, world_size, timeout_s(()) + _ASK_EVERY_S),
+        )
+        try:
+            with self._watching(store, timeout_s=timeout_s, since_ns=since_ns):
+                yield
+        finally:
+            self.values_of_rank_0 = outer
+
+    @contextlib.contextmanager
+    def _watching(self, store: dist.Store, *, timeout_s: Callable[..., float], since_ns: int | None) -> Iterator[None]:
         try:
             own_store = store.clone()  # type: ignore[attr-defined]  # not in the stub
         except RuntimeError:  # a user's store that cannot be cloned for a second thread
@@ -444,7 +460,7 @@ class Watchdog:
 
     def _look_at(self, stack: Stack) -> bool:
         """Note what the main thread's stack shows; return whether the thread is stopped in pdb."""
-        self._is_held = is_in_collective(stack)
+        self._is_held = is_in_collective(stack) or self._awaited() is not None
         innermost, _ = stack[0]
         if self._is_held and innermost.f_trace is not self._mark:
             # The next call's frame has no mark, though it may have the same address. It is called under a debugger.
@@ -464,27 +480,38 @@ class Watchdog:
 
     def _here(self) -> object:
         """Return the main thread's position: while it is the same, that thread has not moved."""
-        done = progress()
+        awaited, done = self._awaited(), progress()
+        if awaited is not None:  # it looks for the value again and again
+            return id(awaited), done
         frame = sys._current_frames()[self._main]
         return id(frame), frame.f_trace, frame.f_lasti, done
+
+    def _awaited(self) -> Collective | None:
+        """Return the value of rank 0 that the main thread waits for."""
+        return self.values_of_rank_0.awaited_by(self._main) if self.values_of_rank_0 else None
 
     def _state(self) -> RankState:
         """Return the state of this rank."""
         assert self._judge
+        assert self.values_of_rank_0
         calls, stack = latest_collectives(self._since_ns), self._frames()
         has_failed, is_waiting = self._status == "failed", self._status == "waiting"
         pending = [each for each in calls if not each.is_completed] or calls[len(calls) - has_failed :]
         if len(pending) == 1 and self._status != "running":
             signature = with_root(pending[0].signature, stack)
             calls[calls.index(pending[0])] = pending[0]._replace(is_completed=False, signature=signature)
+        awaited, groups = self._awaited(), list[str](dist.distributed_c10d._world.pg_names.values())
+        calls += self.values_of_rank_0.collectives()
+        if self._judge.rank == 0:
+            groups.append(RANK_0)
         is_blocked = is_waiting and self._is_held and not has_other_active_threads(self._main)
         return RankState(
             self._judge.rank,
             "waiting" if has_failed else self._status,
             call_site(stack),
-            operation(stack),
+            operation(stack) if awaited is None else awaited.signature,
             calls,
-            list(dist.distributed_c10d._world.pg_names.values()),
+            groups,
             is_blocked and self._here() == self._position,
             self._judge.since,
             self._judge.answered,

@@ -18,12 +18,11 @@ from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.loader_warnings import LoaderWarnings
+from parallelize.runtime.loaders_of_run import LoadersOfRun
 from parallelize.runtime.process_group import Rendezvous, process_group
 from parallelize.runtime.unsynced_training import warn_if_unsynced
 
 __all__ = [
-    "EVALUATES",
-    "PART_SIZES",
     "Runtime",
     "activate",
     "active",
@@ -38,13 +37,6 @@ __all__ = [
 ]
 
 
-EVALUATES = "evaluates"
-"""Member of Runtime.flags: a loader of shard_loader has been read without gradients."""
-
-PART_SIZES = "part sizes"
-"""Key of Runtime.states: the size of a latest batch -> the sizes of this process's parts, and whether all are equal."""
-
-
 @dataclass(frozen=True)
 class Runtime:
     """State of one process in a run.
@@ -54,6 +46,7 @@ class Runtime:
         layout: the config, and the devices of every local rank.
         flags: names of once-per-run actions that have been done, such as "startup summary logged".
         states: what modules of higher floors keep for the run, by their names.
+        loaders: the run's loaders.
         rendezvous: what a launcher gives its ranks to meet each other.
         loader_warnings: what the run was told about ranks that read the same data.
         watchdog: detects hangs if the run has several processes.
@@ -65,6 +58,7 @@ class Runtime:
     rendezvous: Rendezvous = field(default_factory=Rendezvous, compare=False, repr=False)
     flags: set[str] = field(default_factory=set, compare=False, repr=False)
     states: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    loaders: LoadersOfRun = field(default_factory=LoadersOfRun, compare=False, repr=False)
     loader_warnings: LoaderWarnings = field(default_factory=LoaderWarnings, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)

@@ -43,7 +43,7 @@ from parallelize.config.layout import RUN_ID, Layout
 from parallelize.errors import LaunchError, add_note
 from parallelize.hang_detection.stack_frames import call_site
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.runtime.context import EVALUATES, Runtime, activate, current
+from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.process_group import Rendezvous
 from parallelize.runtime.rng import seed_generators
 from parallelize.runtime.user_process_group import replace_group_functions
@@ -247,7 +247,7 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             if world.is_main and advances_caller(runtime.config):
                 random_states = RandomStates.capture(runtime.devices)
             found = changes.found() if changes else {}
-            if not task.all_ranks and EVALUATES in runtime.flags and type(value) in (int, float):
+            if not task.all_ranks and runtime.loaders.has_evaluated and type(value) in (int, float):
                 found["evaluated"] = repr(value)
             _write(Outcome.returned(world, returned, random_states=random_states, **found), shutdown.path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

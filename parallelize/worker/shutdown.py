@@ -56,8 +56,10 @@ class WorkerShutdown:
             else:
                 Outcome.raised(self._world, error).write(self._error_path)
         except Exception:  # noqa: BLE001 - a full disk: the caller shows the last output of a rank without an outcome
+            has_caller = self._error_path.parent.exists()  # one that has left, as by Ctrl-C, wants to hear nothing
             with contextlib.suppress(OSError, ValueError):
-                traceback.print_exception(error)
+                if has_caller:
+                    traceback.print_exception(error)
         finally:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)  # never reached

@@ -115,7 +115,9 @@ def _of_bases(kind: type) -> set[str]:
     bases = [base for base in kind.__mro__[1:] if base.__module__.partition(".")[0] in LIBRARIES]
     if not bases:
         return set()
-    mine = set(re.findall(r"(?:self\.|cls\.|def )(_[a-zA-Z]\w*)", inspect.getsource(kind)))
+    lines, first = inspect.findsource(kind)  # getsource would follow the __wrapped__ of a proxy's class
+    source = "".join(inspect.getblock(lines[first:]))
+    mine = set(re.findall(r"(?:self\.|cls\.|def )(_[a-zA-Z]\w*)", source))
     theirs = {name for base in bases for name in vars(base)}
     for base in bases:
         try:

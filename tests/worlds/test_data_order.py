@@ -6,6 +6,7 @@ import os
 import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,17 +33,19 @@ def test_real_ranks_read_what_simulated_ones_read(tail):
 
     @distributed(processes=3)
     def run():
-        torch.manual_seed(rank())
-        random.seed(rank())
         read_by = {}
         for kind, make in KINDS.items():
+            torch.manual_seed(rank())
+            random.seed(rank())
+            np.random.seed(rank())
             loader = shard_loader(make(0), tail=tail)
-            loader.set_epoch(1)  # loaders of one kind that one line makes are epochs of one loader
+            loader.set_epoch(1)
             read_by[kind] = list(loader)
         return read_by
 
-    for number, batches in enumerate(run.all_ranks()):
-        for kind in KINDS:
+    ranks = run.all_ranks()
+    for kind in KINDS:
+        for number, batches in enumerate(ranks):
             expected = read(kind, number, 3, tail).batches
             assert [each if isinstance(each, list) else [each] for each in batches[kind]] == expected, kind
 

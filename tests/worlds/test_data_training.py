@@ -32,15 +32,19 @@ def loss_of(net, x, y):
     )
 
 
+def shuffled(length, batch_size):
+    return DataLoader(data(length), batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))
+
+
 def train_in_one_process(length, batch_size, epochs):
     """Train in one process, on the batches of all processes together."""
     net = model()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    for epoch in range(epochs):
-        order = torch.randperm(length, generator=torch.Generator().manual_seed(epoch))
-        for indices in order.split(batch_size):
+    loader = shuffled(length, batch_size)
+    for _ in range(epochs):
+        for x, y in loader:
             optimizer.zero_grad()
-            loss_of(net, *data(length)[indices]).backward()
+            loss_of(net, x, y).backward()
             optimizer.step()
     return torch.cat([each.detach().flatten() for each in net.parameters()])
 
@@ -51,8 +55,7 @@ def test_weighted_steps_equal_those_of_one_process():
     cases += [(17, "weighted", {"backend": "fsdp"}), (17, "weighted", {"amp": "bf16"}), (17, "pad", {})]
 
     def train(length, tail, options):
-        loader, net = shard_loader(DataLoader(data(length), batch_size=4, shuffle=True), tail=tail), model()
-        loader.set_epoch(0)  # loaders that one line makes are epochs of one loader
+        loader, net = shard_loader(shuffled(length, 4), tail=tail), model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
         with parallel_model(net, **options):
             for _ in range(3):
@@ -205,24 +208,22 @@ def test_results_of_different_orders_are_not_gathered(difference):
 
 DIFFERENCES = {
     "epoch": ({}, lambda loader: loader.set_epoch(rank()), "iterates epoch"),
-    "length": ({}, lambda _loader: None, "batches"),
-    "seed": ({"shuffle": True}, lambda _loader: None, "order"),
+    "length": ({}, lambda _loader: None, "8 samples"),
     "subset": ({}, lambda _loader: None, "order .* of the subset"),
 }
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_loaders_that_differ_between_processes_are_refused_at_the_first_step(difference):
-    """A different epoch, length, seed or subset on one rank is an error before the first collective of the epoch."""
+    """A different epoch, length or subset on one rank is an error before the first collective of the epoch."""
     options, change, message = DIFFERENCES[difference]
 
     @distributed(processes=2, timeout=20)
     def train():
         length = 8 + 4 * rank() if difference == "length" else 8
-        generator = torch.Generator().manual_seed(rank()) if difference == "seed" else None
         chosen = torch.randperm(8, generator=torch.Generator().manual_seed(rank())).tolist()
         dataset = Subset(data(8), chosen) if difference == "subset" else data(length)
-        loader = shard_loader(DataLoader(dataset, batch_size=2, generator=generator, **options))
+        loader = shard_loader(DataLoader(dataset, batch_size=2, **options))
         change(loader)
         net = model()
         with parallel_model(net):
@@ -230,10 +231,10 @@ def test_loaders_that_differ_between_processes_are_refused_at_the_first_step(dif
                 loss_of(net, x, y).backward()
 
     with pytest.raises(
-        SyncError, match=rf"rank \d {message}|rank \d iterates epoch .*, where rank \d iterates"
+        SyncError, match=rf"rank \d {message}|rank \d iterates epoch .*, where rank \d iterates|hold different data"
     ) as caught:
         train()
-    assert "set_epoch() calls on all processes" in caught.value.faults[0].fix
+    assert "same data" in caught.value.faults[0].fix
 
 
 @check

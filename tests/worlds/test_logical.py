@@ -126,7 +126,7 @@ def fit(model: nn.Module, folder: Path | None = None, *, workers: int = 0, ends:
             model.eval()
             with torch.no_grad():
                 outputs = [(model(x)["scores"], y) for x, y in batches]
-            values = [(each.argmax(1) == y).float().mean() for each, y in outputs]
+            values = [(each.argmax(1) == y).double().mean() for each, y in outputs]
             found.append((batches.mean(values), batches.gather(torch.cat([each for each, _ in outputs]))))
     return found
 

@@ -13,11 +13,11 @@ import torch
 from every_sample import KINDS, STREAMS, NoLength, expected, read, units_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import as_rank
+from ranks import as_rank, own_generators
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
 from parallelize import ConfigError, shard_loader
-from parallelize.data.sampling import EpochSplit
+from parallelize.data.units import EpochSplit
 
 TAILS = ("pad", "drop", "exact", "weighted")
 CASES = [(kind, tail) for kind in KINDS for tail in TAILS if tail != "weighted" or kind not in STREAMS]
@@ -46,25 +46,27 @@ seeds = st.none() | st.integers(0, 9)
     is_shuffled=st.booleans(),
     drop_last=st.booleans(),
     generator=seeds,
-    seed=seeds,
-    epoch=st.integers(0, 3),
 )
-def test_batches_are_those_of_a_distributed_sampler(
-    length, size, world_size, tail, is_shuffled, drop_last, generator, seed, epoch
+def test_ranks_divide_the_order_of_one_process_as_a_distributed_sampler(
+    length, size, world_size, tail, is_shuffled, drop_last, generator
 ) -> None:
-    """Seeded by the loader's generator, else by seed=, else by 0."""
-    seed_of_sampler = (seed or 0) if generator is None else generator
+    """The order is drawn from the loader's generator, else from the global ones; a second epoch goes on."""
+
+    def loader(batch_size: int) -> DataLoader[Any]:
+        own = None if generator is None else torch.Generator().manual_seed(generator)
+        options = {"shuffle": is_shuffled, "drop_last": drop_last and batch_size > 1, "generator": own}
+        return DataLoader(range(length), batch_size, collate_fn=list, **options)
+
+    with own_generators(0):
+        one_process = loader(1)
+        orders = [[index for batch in one_process for index in batch] for _ in range(2)]
     for rank in range(world_size):
-        options = {"shuffle": is_shuffled, "seed": seed_of_sampler, "drop_last": tail == "drop"}
-        sampler = DistributedSampler(range(length), world_size, rank, **options)
-        sampler.set_epoch(epoch)
-        expected = list(BatchSampler(sampler, size, drop_last))
-        with as_rank(rank, world_size):
-            own = None if generator is None else torch.Generator().manual_seed(generator)
-            options = {"shuffle": is_shuffled, "drop_last": drop_last, "collate_fn": list, "generator": own}
-            sharded = shard_loader(DataLoader(range(length), size, **options), tail=tail, seed=seed)
-            sharded.set_epoch(epoch)
-            assert (len(sharded), list(sharded)) == (len(expected), expected)
+        with as_rank(rank, world_size), own_generators(rank):
+            sharded = shard_loader(loader(size), tail=tail)
+            for order in orders:
+                sampler = DistributedSampler(order, world_size, rank, shuffle=False, drop_last=tail == "drop")
+                expected = [[order[k] for k in batch] for batch in BatchSampler(sampler, size, drop_last)]
+                assert (len(sharded), list(sharded)) == (len(expected), expected)
 
 
 @given(
@@ -80,7 +82,7 @@ def test_consumed_units_are_those_that_were_taken(
 ) -> None:
     """After every number of steps, of all processes together, uneven batches and uneven ends included."""
     split = EpochSplit(
-        total=total, world_size=world_size, group=world_size + more, tail=tail, drop_last=drop_last, start=start
+        total=total, shares=world_size, group=world_size + more, tail=tail, drop_last=drop_last, start=start
     )
     taken: set[int] = set()
     for step in range(split.steps(0)):
@@ -118,9 +120,10 @@ def test_a_stopped_epoch_is_read_to_its_end_by_any_number_of_ranks(kind: str, ta
 @pytest.mark.parametrize(("kind", "tail"), CASES[::3])  # workers do not know the tail
 def test_workers_read_the_same_batches(kind: str, tail: str) -> None:
     """With two worker processes the batches, and those after a stop, are those of no workers."""
-    plain, workers = read(kind, 1, 2, tail), read(kind, 1, 2, tail, workers=2)
+    _, plain = [read(kind, rank, 2, tail) for rank in range(2)]
+    _, workers = [read(kind, rank, 2, tail, workers=2) for rank in range(2)]
     assert workers.batches == plain.batches
-    stopped = read(kind, 1, 2, tail, workers=2, stop=2)
+    _, stopped = [read(kind, rank, 2, tail, workers=2, stop=2) for rank in range(2)]
     resumed = read(kind, 1, 2, tail, workers=2, state=stopped.state)
     assert stopped.batches + resumed.batches == plain.batches
 

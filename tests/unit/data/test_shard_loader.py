@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from ranks import as_rank, values
+from ranks import as_rank, own_generators, values
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import (
     BatchSampler,
@@ -21,14 +21,13 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     TensorDataset,
     random_split,
 )
 
-import parallelize as par
-import parallelize.runtime.context
 from parallelize import ConfigError, distributed, shard_loader
 
 
@@ -113,21 +112,11 @@ def test_what_is_set_between_epochs_is_followed(sets_sharded):
             target.batch_size = 3
 
 
-def test_attributes_of_a_list_of_batches_are_the_sharded_ones():
-    """A list can have none."""
-    with as_rank(0, 2):
-        sharded = shard_loader([1, 2])
-        sharded.note = 3
-        assert sharded.note == 3
-        del sharded.note
-        assert not hasattr(sharded, "note")
-
-
 def test_a_global_batch_that_is_set_is_checked():
     """A size that does not divide over the processes is refused as that of a new loader."""
     with as_rank(0, 2):
         loader = loader_of(8, batch_size=4)
-        sharded = shard_loader(loader, batch="global")
+        sharded = shard_loader(loader, batch="global", tail="pad")
         loader.batch_sampler.batch_size = 3
         with pytest.raises(ConfigError, match=r"batch='global' with batch_size=3 on 2 processes"):
             iter(sharded)
@@ -201,18 +190,106 @@ def test_batches_come_in_order():
 
 
 def test_a_loader_that_ignores_its_sampler_is_refused():
-    """One that makes its iterator in its constructor would give every process all batches."""
+    """Its batches come from elsewhere, so that every process would get all of them."""
 
-    class MadeEarly(DataLoader):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.iterator = super().__iter__()
-
+    class Elsewhere(DataLoader):
         def __iter__(self):
-            return iter([next(self.iterator)])
+            return iter([torch.tensor([0])])
 
-    with as_rank(0, 2), pytest.raises(ConfigError, match="MadeEarly does not use its sampler when it is iterated"):
-        list(shard_loader(MadeEarly(numbers(4))))
+    with as_rank(0, 2), pytest.raises(ConfigError, match="Elsewhere does not use its sampler when it is iterated"):
+        list(shard_loader(Elsewhere(numbers(4))))
+
+
+class FromTheSystem(SequentialSampler):
+    """Holds the operating system's generator of random numbers."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.generator = random.SystemRandom()
+
+
+class Repeated:
+    """A sampler that repeats another one without end, as in loaders that keep their workers over all epochs."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from iter(self.sampler)
+
+
+class KeepsItsIterator(DataLoader):
+    """Keeps one iterator over all epochs, and counts the batches of each by its sampler."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class ReadsItsSampler(DataLoader):
+    """Looks at the sampler of batches that it has."""
+
+    def __iter__(self):
+        batches = self.batch_sampler
+        assert (batches.batch_size, batches.drop_last, type(batches.sampler)) == (4, False, RandomSampler)
+        return super().__iter__()
+
+
+def test_a_loader_that_keeps_its_iterator_starts_at_no_other_epoch():
+    """Its workers have read the first batches of the next epoch already, in another order."""
+    with as_rank(0, 2), own_generators(0):
+        loader = KeepsItsIterator(numbers(16), batch_size=4, num_workers=1, persistent_workers=True)
+        with shard_loader(loader) as sharded:
+            assert len(values(sharded)) == 8
+            sharded.set_epoch(5)
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="keeps one iterator over all epochs"):
+                    iter(sharded)
+        loader.iterator._shutdown_workers()
+
+
+def test_an_iterator_that_is_not_read_does_not_disturb_a_loop():
+    """It is made inside of a loop over the same loader."""
+    with as_rank(0, 2):
+        sharded = shard_loader(loader_of(8, batch_size=2))
+        read = []
+        for batch in sharded:
+            iter(sharded)
+            read += batch.tolist()
+        assert read == [0, 2, 4, 6]
+
+
+def test_a_sampler_may_draw_from_the_operating_system():
+    """Its generator has no state; what it draws differs between ranks, which compare their orders."""
+    sampler = FromTheSystem(numbers(8))
+    assert sorted(values(shard_loader(loader_of(8, sampler=sampler)))) == numbers(8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [KeepsItsIterator, ReadsItsSampler])
+def test_subclasses_that_read_their_sampler(kind, workers):
+    """Each epoch has each sample once, in another order, on the ranks together."""
+    ranks = []
+    for rank in range(2):
+        with as_rank(rank, 2), own_generators(rank):
+            options = {"persistent_workers": True} if workers else {}
+            loader = kind(numbers(16), batch_size=4, shuffle=True, num_workers=workers, **options)
+            with shard_loader(loader) as sharded:
+                ranks.append([values(sharded) for _ in range(3)])
+            if kind is KeepsItsIterator and workers:
+                loader.iterator._shutdown_workers()
+    epochs = [one + other for one, other in zip(*ranks, strict=True)]
+    assert [sorted(epoch) for epoch in epochs] == [numbers(16)] * 3
+    assert len({*map(tuple, epochs)}) == 3
 
 
 def test_a_sharded_loader_is_not_sharded_again():
@@ -283,8 +360,8 @@ def test_batches_of_a_batch_sampler_are_not_split(convert):
     for rank, weights in enumerate([[2 * 1 / 3, 2.0], [2 * 2 / 3, 0.0]]):
         with as_rank(rank, 2):
             sharded = shard_loader(make(), tail="weighted")
-            iter(sharded)
-            assert [sharded._shard.weight(step) for step in range(2)] == weights
+            list(sharded)
+            assert [sharded._self_pass.weight(step) for step in range(2)] == weights
 
 
 @pytest.mark.parametrize("sampler", [torch.arange(4), np.arange(4)])
@@ -388,8 +465,17 @@ PRE_SHARDED = {"sampler": DistributedSampler(numbers(9), 2, 0)}
 @pytest.mark.parametrize(
     ("loader", "options", "message"),
     [
-        (lambda: loader_of(9, batch_size=3), {"batch": "global"}, "batch='global' with batch_size=3 on 2 processes"),
-        (lambda: loader_of(9), {"batch": "global", "tail": "weighted"}, "batch='global' with batch_size=1 on 2"),
+        (
+            lambda: loader_of(9, batch_size=3),
+            {"batch": "global", "tail": "pad"},
+            "batch='global' with batch_size=3 on 2 processes",
+        ),
+        (lambda: loader_of(9), {"batch": "global", "tail": "exact"}, "batch='global' with batch_size=1 on 2"),
+        (
+            lambda: loader_of(9, batch_sampler=[[1, 2], [3]]),
+            {"batch": "global", "tail": "pad"},
+            "batch='global' of a sampler's batches with tail='pad'",
+        ),
         (lambda: loader_of(9, batch_size=None), {"batch": "global"}, "batch='global' with a loader that has no batch"),
         (lambda: loader_of(9, batch_size=2, drop_last=True), {"tail": "exact"}, "tail='exact' with .*drop_last=True"),
         (
@@ -448,23 +534,49 @@ def test_every_invalid_option_is_named(options, names):
 
 
 def test_each_iterator_is_the_next_epoch():
-    """Read to its end, or left after a batch or two, with any progress=; set_epoch overrides it."""
-    orders = {epoch: torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(9)}
-    loader = loader_of(12, batch_size=3, shuffle=True)
-    assert [next(iter(shard_loader(loader))).tolist() for _ in range(2)] == [orders[0][:3], orders[1][:3]]
-    for step, batch in enumerate(shard_loader(loader)):
-        assert batch.tolist() == orders[2][3 * step : 3 * step + 3]
-        if step == 1:
-            break
-    assert values(shard_loader(loader, progress="epoch 3")) == orders[3]
-    assert shard_loader(loader).epoch == 4
-    shard_loader(loader).set_epoch(8)
-    assert values(shard_loader(loader)) == orders[8]
-    sharded = shard_loader(loader_of(12, batch_size=3, shuffle=True))
-    assert next((one.tolist(), other.tolist()) for one, other in zip(sharded, sharded, strict=True)) == (
-        orders[0][:3],
-        orders[1][:3],
-    )
+    """Read to its end, or left after a batch or two, with any progress=, as with the user's loader itself."""
+    plain, loader = (loader_of(12, batch_size=3, shuffle=True) for _ in range(2))
+
+    def read(loader):
+        """Read five epochs, some only in part."""
+        epochs = [[next(iter(loader)).tolist()] for _ in range(2)]
+        epochs.append([])
+        for step, batch in enumerate(loader):
+            epochs[-1].append(batch.tolist())
+            if step == 1:
+                break
+        epochs.append([batch.tolist() for batch in loader])
+        return epochs, next((one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True))
+
+    with own_generators(0):
+        expected = read(plain)
+    with own_generators(0):
+        sharded = shard_loader(loader, progress="epoch 3")
+        assert read(sharded) == expected
+        assert sharded is shard_loader(loader)
+        assert sharded.epoch == 4
+        sharded.set_epoch(8)
+        assert sharded.epoch == 8
+
+
+def test_a_seed_and_the_epoch_give_the_order():
+    """Whatever the generators and the number of processes are, also after set_epoch; generators stay as they are."""
+    orders = []
+    for world_size in (1, 2):
+        ranks = []
+        for rank in range(world_size):
+            with as_rank(rank, world_size), own_generators(rank + 5) as states:
+                before = states()
+                sharded = shard_loader(loader_of(12, shuffle=True), seed=3)
+                ranks.append([values(sharded) for _ in range(2)])
+                sharded.set_epoch(0)
+                assert values(sharded) == ranks[-1][0]
+                assert states() == before
+        for epoch in range(2):
+            steps = zip(*[read[epoch] for read in ranks], strict=True)
+            orders += [[index for step in steps for index in step]]
+    assert orders[:2] == orders[2:]
+    assert orders[0] != orders[1]
 
 
 def test_a_look_inside_of_a_loop_does_not_change_what_is_saved():
@@ -477,32 +589,22 @@ def test_a_look_inside_of_a_loop_does_not_change_what_is_saved():
     assert (sharded.epoch, sharded.state_dict()["start"]) == (2, 0)
 
 
-def test_a_loader_made_anew_goes_on_with_the_epochs_of_its_line():
-    """Whatever its data is, in the next run of the function, too, but not under a seed; its own count begins at 0."""
-    orders = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(9)]
+def test_a_loader_made_anew_draws_from_where_the_generators_are():
+    """As in one process: another order at the same line, and the same one if its own generator is seeded anew."""
 
-    def epoch_of(loader):
-        sharded = shard_loader(loader)
-        assert sharded.epoch == 0
-        return values(sharded)
+    def order(loader):
+        return values(loader)
 
-    with as_rank(0, 1):
-        run = par.runtime.context.active()
-        assert [epoch_of(loader_of(12, batch_size=3, shuffle=True)) for _ in range(3)] == orders[:3]
-        assert epoch_of(loader_of(8, batch_size=4)) == [*range(8)]
-        assert epoch_of(loader_of(12, batch_size=3, shuffle=True)) == orders[4]
-        left = shard_loader(loader_of(12, batch_size=3, shuffle=True))
-        first, second = iter(left), iter(left)
-        assert [next(first).tolist(), next(second).tolist()] == [orders[0][:3], orders[1][:3]]
-    assert sorted(run.layout.epochs.values()) == [2, 5]
-    for options, expected in (({}, orders[:2]), ({"seed": 3}, [orders[0]] * 2)):
-        epochs, seen = {}, []
-        for _ in range(2):
-            with as_rank(0, 1, **options):
-                par.runtime.context.active().layout.epochs.update(epochs)
-                seen.append(values(shard_loader(loader_of(12, batch_size=3, shuffle=True))))
-                epochs = par.runtime.context.active().layout.epochs
-        assert seen == expected
+    with own_generators(0):
+        plain = [order(loader_of(12, batch_size=3, shuffle=True)) for _ in range(3)]
+    with own_generators(0), as_rank(0, 2):
+        sharded = [order(shard_loader(loader_of(12, batch_size=3, shuffle=True), batch="global")) for _ in range(3)]
+    assert [{*epoch} <= {*whole} for epoch, whole in zip(sharded, plain, strict=True)] == [True] * 3
+    seeded = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(3)
+        seeded.append(order(shard_loader(loader_of(12, batch_size=3, shuffle=True, generator=generator))))
+    assert seeded[0] == seeded[1]
 
 
 class OfUnknownLength(IterableDataset):
@@ -525,8 +627,8 @@ def test_a_dataset_whose_length_raises(data):
     assert sorted(parts) == [*range(8)]
 
 
-def test_set_epoch_is_called():
-    """On the sampler, a sampler inside a batch sampler, and the dataset; the user's call overrides it."""
+def test_set_epoch_reaches_samplers_and_datasets():
+    """Also a sampler inside of a batch sampler. Iterating tells none of them, as in one process."""
 
     class Listening(SequentialSampler):
         epoch = None
@@ -546,13 +648,39 @@ def test_set_epoch_is_called():
     class Batches(BatchSampler):
         pass
 
-    loader = DataLoader(data, batch_sampler=Batches(sampler, 2, drop_last=False))
-    for epoch in range(2):
-        list(shard_loader(loader))
-        assert sampler.epoch == data.epoch == epoch
+    sharded = shard_loader(DataLoader(data, batch_sampler=Batches(sampler, 2, drop_last=False)))
+    list(sharded)
+    assert (sampler.epoch, data.epoch) == (None, None)
+    sharded.set_epoch(5)
+    list(sharded)
+    assert (sampler.epoch, data.epoch, sharded.epoch) == (5, 5, 6)
+
+
+def test_an_epoch_that_is_set_before_the_loader_is_sharded_stays():
+    """As with the DataLoader itself, until another one is set."""
+    sampler, expected = (DistributedSampler(numbers(12), 2, 1) for _ in range(2))
     sampler.set_epoch(5)
-    list(shard_loader(loader))
-    assert (sampler.epoch, data.epoch, shard_loader(loader).epoch) == (5, 5, 6)
+    with as_rank(1, 2):
+        sharded = shard_loader(loader_of(12, sampler=sampler))
+        for epoch in (5, 5, 6):
+            if epoch == 6:
+                sampler.set_epoch(6)
+            expected.set_epoch(epoch)
+            assert values(sharded) == list(expected)
+
+
+@pytest.mark.parametrize("epochs", [[None, None, None], [0, 1, 2], [0, 0, 0], [4, 4, 2]])
+def test_a_distributed_sampler_has_the_epoch_that_the_user_sets(epochs):
+    """0 included; if the user sets none, each `iter()` is the next one."""
+    sampler = DistributedSampler(numbers(12), 2, 1)
+    expected = DistributedSampler(numbers(12), 2, 1)
+    with as_rank(1, 2):
+        sharded = shard_loader(loader_of(12, sampler=sampler))
+        for position, epoch in enumerate(epochs):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+            expected.set_epoch(position if epoch is None else epoch)
+            assert values(sharded) == list(expected)
 
 
 # Resuming
@@ -614,7 +742,7 @@ class ShuffledByEpoch(Sampler):
 @pytest.mark.parametrize("make", [lambda: DistributedSampler(numbers(12), 2, 1), ShuffledByEpoch])
 @pytest.mark.parametrize("calls_set_epoch", [False, True])
 def test_set_epoch_of_the_resumed_epoch_does_not_restart_it(make, calls_set_epoch):
-    """The usual sampler.set_epoch(epoch) repeats no sample of the resumed epoch; another epoch starts anew."""
+    """The usual sampler.set_epoch(epoch) repeats no sample of the resumed epoch; that of the loader begins anew."""
     with as_rank(1, 2):
 
         def begin():
@@ -622,27 +750,32 @@ def test_set_epoch_of_the_resumed_epoch_does_not_restart_it(make, calls_set_epoc
             with as_rank(1, 2):  # a new run
                 return sampler, shard_loader(loader_of(12, batch_size=1, sampler=sampler))
 
-        sampler, full = begin()
-        epochs = [values(full) for _ in range(3)]
+        def epochs_from(first, sampler, sharded):
+            epochs = []
+            for epoch in range(first, 3):
+                if calls_set_epoch:
+                    sampler.set_epoch(epoch)
+                assert sharded.epoch == epoch
+                epochs.append(values(sharded))
+            return epochs
+
+        epochs = epochs_from(0, *begin())
         sampler, sharded = begin()
-        list(sharded)
-        for step, _ in enumerate(sharded):
-            if step == 1:
-                state = sharded.state_dict()
-                break
-        sampler, resumed = begin()
-        resumed.load_state_dict(state)
-        seen = []
-        for epoch in range(resumed.epoch, 3):
+        for epoch in range(2):
             if calls_set_epoch:
                 sampler.set_epoch(epoch)
-            assert resumed.epoch == epoch
-            seen.append(values(resumed))
-        assert seen == [epochs[1][2:], epochs[2]]
+            for step, _ in enumerate(sharded):
+                state = sharded.state_dict()
+                if epoch and step == 1:
+                    break
         sampler, resumed = begin()
         resumed.load_state_dict(state)
-        sampler.set_epoch(2)
-        assert values(resumed) == epochs[2]
+        assert epochs_from(1, sampler, resumed) == [epochs[1][2:], epochs[2]]
+        if calls_set_epoch:
+            sampler, resumed = begin()
+            resumed.load_state_dict(state)
+            resumed.set_epoch(2)
+            assert values(resumed) == epochs[2]
 
 
 def test_the_length_after_a_resumed_epoch_is_that_of_the_next():
@@ -670,7 +803,7 @@ def test_a_state_between_epochs_is_of_the_next_one():
 @pytest.mark.parametrize(
     ("loader", "changes", "message"),
     [
-        (lambda: loader_of(8, shuffle=True), {"seed": 3}, "seed=3 is loaded with seed=0"),
+        (lambda: loader_of(8, shuffle=True), {"states": "x"}, "cannot go on from states='x'"),
         (
             lambda: DataLoader(numbers(8), sampler=DistributedSampler(numbers(8), 1, 0)),
             {"world_size": 2},
@@ -768,54 +901,12 @@ def test_only_rank_0_has_a_progress_bar(capsys):
             assert bool(bar) == (rank == 0)
 
 
-class OfDataset(Dataset):
-    """A dataset with its own epoch, as many have for augmentation."""
-
-    epoch = 0
-    calls = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-        self.calls += 1
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return self.epoch
-
-
-def test_the_length_does_not_set_the_epoch_of_the_dataset():
-    """That may take long, as it is told once for each epoch."""
-    dataset = OfDataset()
-    loader = shard_loader(DataLoader(dataset, batch_size=4))
-    for epoch in range(3):
-        assert len(loader) == 1
-        list(loader)
-        assert dataset.calls == epoch + 1
-
-
-def test_two_loaders_of_one_dataset_count_their_own_epochs():
-    """The epoch that one has set is not taken by the other for one that the user has set."""
-    dataset = OfDataset()
-    training, evaluation = (shard_loader(DataLoader(dataset, batch_size=4)) for _ in range(2))
-    seen = []
-    for _ in range(3):
-        seen += [int(batch[0]) for batch in training]
-        for _ in range(3):
-            list(evaluation)
-    assert (seen, training.epoch) == ([0, 1, 2], 3)
-
-
-def test_a_run_between_two_epochs_does_not_restart_them():
-    """Outside of a run, the epochs of a loader go on after a run that iterates it; each run begins with epoch 0."""
-    loader = loader_of(8, shuffle=True)
-    first = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()
-    for epoch in range(3):
-        assert shard_loader(loader).epoch == epoch
-        assert (values(shard_loader(loader)) == first) == (epoch == 0)
-        with as_rank(0, 1):
-            assert values(shard_loader(loader)) == first
+def test_a_mean_before_the_first_batch_is_refused():
+    """Nothing belongs to it."""
+    loader = shard_loader(DataLoader(torch.arange(10), batch_size=4))
+    iter(loader)
+    with pytest.raises(ConfigError, match="mean on a loader that was not iterated"):
+        loader.mean(1.0)
 
 
 def test_a_mean_of_neither_all_samples_nor_each_batch_is_refused():
