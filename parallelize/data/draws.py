@@ -44,7 +44,7 @@ States = dict[str, Any]
 _DEEPEST = 5
 """Samplers inside of samplers that are searched for generators."""
 
-_OTHER_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 _CPU = torch.device("cpu")
 
@@ -163,7 +163,7 @@ class Generators:
         self._globals = global_generators([_CPU])
         self._held: dict[str, GeneratorAccess] = {}
         for number, generator in enumerate(generators_in(holders)):
-            self._held[f"generator {number}"] = _access(generator)
+            self._held[f"generator {number}"] = access_of(generator)
 
     def states(self) -> States:
         """Return the states of all generators."""
@@ -218,8 +218,14 @@ def seeded_drawing(holders: Iterable[Any], seed: int) -> Drawing:
     return Drawing(generators, generators.seeded(seed), restores=True)
 
 
-def _access(generator: Any) -> GeneratorAccess:
-    """Return the functions of a generator of torch, `random` or NumPy."""
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of torch, `random` or NumPy that has a state."""
+    # That of the operating system has none.
+    return isinstance(value, _GENERATORS) and not isinstance(value, SystemRandom)
+
+
+def access_of(generator: Any) -> GeneratorAccess:
+    """Return the functions of a value that `is_generator`."""
     checks = {name: access.check for name, access in global_generators([_CPU]).items()}
     if isinstance(generator, torch.Generator):
         return GeneratorAccess(
@@ -411,9 +417,7 @@ def generators_in(holders: Iterable[Any]) -> Sequence[Any]:
             values += getattr(sampler, "__dict__", {}).values()
     by_id: dict[int, Any] = {}
     for value in values:
-        is_of_cpu = isinstance(value, torch.Generator) and value.device == _CPU
-        # That of the operating system has no state.
-        is_other = isinstance(value, _OTHER_GENERATORS) and not isinstance(value, SystemRandom)
-        if is_of_cpu or is_other:
+        is_of_device = isinstance(value, torch.Generator) and value.device != _CPU
+        if is_generator(value) and not is_of_device:
             by_id[id(value)] = value
     return list(by_id.values())

@@ -101,12 +101,11 @@ class IndexedSource(Source):
         """
         replaced: dict[str, Any] = {}
         if self._grouper is not None:
-            self.stand_in = StandIn(self._grouper, self._units, self._steps_of_share)
-            replaced["batch_sampler"] = with_stand_in(loader.batch_sampler, self.stand_in)
+            stand_in = StandIn(self._grouper, self._units, self._steps_of_share)
+            replaced["batch_sampler"] = with_stand_in(loader.batch_sampler, stand_in)
         else:
-            self.stand_in = StandIn(outer, self._units, self._steps_of_share)
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            replaced[name] = self.stand_in
+            replaced[name] = StandIn(outer, self._units, self._steps_of_share)
         if self.run.config.logical is not None:
             replaced["dataset"] = _SeededSamples(loader.dataset)
         return replaced

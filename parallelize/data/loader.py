@@ -237,8 +237,11 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
 
     def _warn_of_another_order(self, this_pass: Pass) -> None:
         """Warn if a resumed pass has another order than the one that was interrupted."""
-        order, saved = this_pass.fingerprint(), this_pass.position.order
-        if not order or not saved or order == saved:
+        saved = this_pass.position.order
+        if not saved:
+            return
+        order = this_pass.fingerprint()
+        if not order or order == saved:
             return
         # The hash of a stream is of the units that a step needs, and ends with their number: it
         # says nothing if the steps have another size now.
@@ -298,7 +301,8 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
 
         So `for epoch in range(loader.epoch, epochs)` goes on with an epoch that was interrupted.
         """
-        return self._position_to_save().epoch
+        epoch, _ = self._epoch_and_start()
+        return epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next `iter()`, also on samplers and datasets with a `set_epoch`.
@@ -350,14 +354,22 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
         latest = self._self_pass
         if latest is None or latest.is_exhausted:
             return self._self_next
-        start = latest.split.start_after(latest.steps)
+        epoch, start = self._epoch_and_start()
         if not start:
-            return Position(latest.position.epoch)
-        return Position(latest.position.epoch, start, latest.fingerprint(), latest.text_of_states())
+            return Position(epoch)
+        return Position(epoch, start, latest.fingerprint(), latest.text_of_states())
+
+    def _epoch_and_start(self) -> tuple[int, int]:
+        """Return those of the position after the latest batch, without its hash and states."""
+        latest = self._self_pass
+        if latest is None or latest.is_exhausted:
+            return self._self_next.epoch, self._self_next.start
+        return latest.position.epoch, latest.split.start_after(latest.steps)
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return a state of this process's dataset, from which a resumed epoch goes on, if any."""
-        if not self._position_to_save().start:
+        _, start = self._epoch_and_start()
+        if not start:
             return None
         state: dict[str, Any] | None = self._self_source.recorded_state
         return state

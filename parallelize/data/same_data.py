@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from parallelize.data.copied_loader import copy_of
-from parallelize.data.draws import seeded_drawing
+from parallelize.data.draws import access_of, is_generator, seeded_drawing
 from parallelize.data.source import length_of
 from parallelize.errors import SyncError
 from parallelize.runtime.containers import leaves
@@ -235,25 +234,12 @@ def _unchanged_generators(dataset: Any) -> Iterator[None]:
     In the context, the global ones draw equal numbers on all ranks.
     """
     with contextlib.ExitStack() as restored:
-        # The operating system's generator has no state.
         for generator in _generators_in(dataset):
-            if isinstance(generator, torch.Generator):
-                restored.callback(generator.set_state, generator.get_state())
-            elif isinstance(generator, random.SystemRandom):
-                continue
-            elif isinstance(generator, random.Random):
-                restored.callback(generator.setstate, generator.getstate())
-            elif isinstance(generator, np.random.RandomState):
-                restored.callback(generator.set_state, generator.get_state())
-            else:
-                bits = generator.bit_generator
-                restored.callback(setattr, bits, "state", bits.state)
+            access = access_of(generator)
+            restored.callback(access.set, access.get())
         # It seeds the global generators, and restores them at its end.
         restored.enter_context(seeded_drawing([], _SEED).block())
         yield
-
-
-_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
 def _generators_in(dataset: Any) -> list[Any]:
@@ -268,7 +254,7 @@ def _generators_in(dataset: Any) -> list[Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, _GENERATORS):
+        if is_generator(value):
             generators.append(value)
         else:
             queue.extend(_held_by(value))

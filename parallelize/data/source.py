@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from parallelize.data.copied_loader import CopiedLoader, StandIn
+from parallelize.data.copied_loader import CopiedLoader
 from parallelize.data.draws import Drawing, Draws, States, states_from_text, text_of_states
 from parallelize.data.options import LoaderOptions, Position
 from parallelize.data.units import (
@@ -251,8 +251,6 @@ class Source:
     """The latest state of the dataset."""
     copied: CopiedLoader | None = None
     """The copy of the user's DataLoader, which makes the batches."""
-    stand_in: StandIn | None = None
-    """Stands in the place of the sampler in the copy."""
 
     def __init__(
         self,

@@ -188,9 +188,8 @@ class IterableStyleSource(Source):
         """
         assert self.copied is not None
         position = this_pass.position
-        if hasattr(
-            self.copied.loader, "current_epoch"
-        ):  # litdata's loader counts its epochs itself
+        # litdata's loader counts its epochs itself.
+        if hasattr(self.copied.loader, "current_epoch"):
             self.copied.set("current_epoch", position.epoch)
         global_generators = RNGState(())
         # The first batch is made at once: its samples are hashed, or tell whether a state fits.

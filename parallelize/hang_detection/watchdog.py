@@ -344,10 +344,8 @@ class Watchdog:
                 block, so ranks that have left the block may still make collectives.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        outer, self.values_of_rank_0 = (
-            self.values_of_rank_0,
-            ValuesOfRank0(store, rank, world_size, timeout_s(()) + _ASK_EVERY_S),
-        )
+        outer = self.values_of_rank_0
+        self.values_of_rank_0 = ValuesOfRank0(store, rank, world_size, timeout_s(()) + _ASK_EVERY_S)
         try:
             with self._watching(store, timeout_s=timeout_s, since_ns=since_ns):
                 yield
