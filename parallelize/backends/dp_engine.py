@@ -13,7 +13,7 @@ from typing_extensions import override
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner, LocalEngine
 from parallelize.runtime.containers import leaves, with_leaves
-from parallelize.runtime.loss_counts import attach_count, join_weights
+from parallelize.runtime.loss_counts import attach_count, join_weights, number_on
 
 __all__ = ["DPEngine", "data_parallel", "gather_outputs"]
 
@@ -106,7 +106,7 @@ def _gather_leaf(row: Sequence[Any], inputs: Sequence[Any], *, device: torch.dev
     # In fp32: a loss times its samples may overflow fp16, and bf16 represents integers exactly up to 256 only.
     wide_dtype = torch.promote_types(column.dtype, torch.float32)
     weights, count = join_weights(row, samples=[_count_samples(each) for each in inputs], inputs=inputs[0])
-    factors = torch.stack([torch.as_tensor(each, dtype=wide_dtype).to(device, non_blocking=True) for each in weights])
+    factors = torch.stack([number_on(device, weight, wide_dtype) for weight in weights])
     joined = (column * factors).sum().to(column.dtype)
     if joined.requires_grad:
         attach_count(joined, count)

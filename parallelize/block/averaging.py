@@ -23,7 +23,7 @@ from torch import nn
 from parallelize.runtime.autograd_graph import MODELS_KEY, mark_outputs, node_of, nodes_behind
 from parallelize.runtime.batch_weights import Weight, batch_weight, weighted
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.loss_counts import loss_counts, required_count
+from parallelize.runtime.loss_counts import loss_counts, number_on, required_count
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 
 __all__ = ["Average", "Averaging"]
@@ -95,7 +95,7 @@ class Averaging:
             count: Any = required_count(roots).count if batch_weight() else 0.0
             if self._size == 1:
                 return 1.0
-            total = torch.as_tensor(count, dtype=torch.float64).to(self._run.device, copy=True)
+            total = number_on(self._run.device, count)
             dist.all_reduce(total)  # the only communication: one number per backward pass
             # The total is 0 if the targets of all ranks are ignored.
             weight: torch.Tensor = count * self._size / total.clamp(min=1e-9)

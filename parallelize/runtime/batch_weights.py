@@ -105,8 +105,12 @@ def weighted(each: Pass, weight: Weight) -> Pass:
     if isinstance(weight, float) and weight == 1.0:
         return replace(each, is_weighted=True)
 
-    def factor(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(weight, dtype=gradient.dtype, device=gradient.device)
+    def factor(gradient: torch.Tensor) -> Weight:
+        # A kernel takes a number as an argument. A tensor of it would be copied to the device, and the host would wait
+        # for all that the device has to do before.
+        if not isinstance(weight, torch.Tensor):
+            return weight
+        return weight.to(gradient.device, gradient.dtype)
 
     return replace(each, gradients=scaled_start(each.roots, each.gradients, factor), is_weighted=True)
 

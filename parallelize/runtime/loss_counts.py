@@ -27,6 +27,7 @@ __all__ = [
     "attach_count",
     "join_weights",
     "loss_counts",
+    "number_on",
     "required_count",
 ]
 
@@ -161,7 +162,8 @@ def _unclamped(count: LossCount, loss: Root) -> LossCount:
     """
     if count.kind != "divided sum" or not isinstance(loss, torch.Tensor):
         return count
-    number = torch.as_tensor(count.count, dtype=torch.float64, device=loss.device)
+    assert count.count is not None  # The count of a divided sum is its divisor.
+    number = number_on(loss.device, count.count)
     return replace(count, count=_number(torch.where(loss.detach() == 0, 0.0, number)))
 
 
@@ -269,6 +271,22 @@ def _reduction(term: _Term) -> LossCount:
         operand = next(_Term(*edge) for edge in term.node.next_functions if edge[0] is not None)
         return LossCount(name, "mean", math.prod(operand.shape))
     return LossCount(name, "unknown")
+
+
+def number_on(device: torch.device, number: float | torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return a new 0-dim tensor with a number, for which the host does not wait.
+
+    A kernel fills it. torch.tensor(number, device=device) copies it from memory that is not pinned: the host then waits
+    for all that the device has to do before (cudaMemcpyAsync and a synchronization of the stream, in Copy.cu).
+
+    Args:
+        device: where the tensor is.
+        number: a number of the host, or one in a 0-dim tensor of a device.
+        dtype: of the tensor.
+    """
+    if isinstance(number, torch.Tensor):
+        return number.to(device, dtype, copy=True)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def _number(value: Any) -> float | torch.Tensor:

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves, map_leaves, with_leaves
-from parallelize.runtime.loss_counts import attach_count, join_weights
+from parallelize.runtime.loss_counts import attach_count, join_weights, number_on
 from parallelize.torch_patches.private import replace_attribute
 
 __all__ = ["Batch", "RunsWhole", "difference", "joined_dims", "joined_outputs", "seeing_joined_outputs"]
@@ -217,7 +217,7 @@ def _sum(losses: Sequence[torch.Tensor], weights: Sequence[Any], count: Any, dev
     pairs = list(zip(losses, weights, strict=True))
     # A mean over no targets is nan.
     pairs = [pair for pair in pairs if isinstance(pair[1], torch.Tensor) or pair[1] != 0.0] or pairs
-    joined: Any = sum(each.to(device) * torch.as_tensor(weight).to(device, each.dtype) for each, weight in pairs)
+    joined: Any = sum(loss.to(device) * number_on(device, weight, loss.dtype) for loss, weight in pairs)
     if joined.requires_grad:
         attach_count(joined, count)
     return joined  # type: ignore[no-any-return]  # of `sum`
