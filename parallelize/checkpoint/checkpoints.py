@@ -25,8 +25,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
 from parallelize.checkpoint.files import MAIN_FILE, SHARD_PREFIX, reading, remove
 from parallelize.checkpoint.record import not_of_save
 from parallelize.checkpoint.save_load import gather, load_into, prepare_save, rank, together
@@ -42,6 +40,7 @@ from parallelize.config.options import DURATION_UNITS_S, duration
 from parallelize.errors import ConfigError, ParallelizeError
 from parallelize.plugins.options import flag
 from parallelize.runtime import context
+from parallelize.runtime.threads import begin_on
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.whole_file import remove_unused
 
@@ -122,7 +121,9 @@ class Checkpoints:
         self._objects, self._keep, self._schedule = objects, keep, schedule
         # The program may change its working directory; all files stay in this folder.
         self._folder, self._call = folder.absolute(), f"checkpoints({str(folder)!r})"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelize-checkpoint")
+        run = context.active()
+        begin = None if run is None else functools.partial(begin_on, run.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelize-checkpoint", initializer=begin)
         self._job: Future[None] | None = None
         self._sharded = self._in_background = False
         self.values: dict[str, Any] = {}
@@ -178,7 +179,8 @@ class Checkpoints:
     def _stager(self) -> Any:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # takes a second
 
-        has_gpu = torch.cuda.is_available()
+        # Pinned memory is the driver's: a run on the CPU that took some would make a context on the machine's GPU.
+        has_gpu = context.current().device.type == "cuda"
         return DefaultStager(
             StagingOptions(
                 use_pinned_memory=has_gpu,

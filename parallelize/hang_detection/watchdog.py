@@ -313,12 +313,14 @@ class Watchdog:
     Attributes:
         on_hang: function that ends this process with an error; called in the watchdog thread.
         has_debugger: whether a user may stop ranks in pdb; then this thread alone ends what waits for too long.
+        on_start: function that the watchdog thread calls first.
         on_look: function that gets the main thread's stack twice a second and returns facts for the state of this rank.
         seen_folder: private folder of the call, if all of its ranks are on this node, for the
             records of where they were last seen; None: the store has them.
     """
 
     on_hang: Callable[[SyncError], None] = staticmethod(_end_program)
+    on_start: Callable[[], object] = staticmethod(lambda: None)
     on_look: Any = None
     has_debugger = False
     seen_folder: Path | None = None
@@ -437,6 +439,7 @@ class Watchdog:
         return verdict
 
     def _run(self, judge: Judge) -> None:
+        self.on_start()  # It sets the thread's device, on which the next line may make a context.
         _allow_captures()
         with contextlib.suppress(RuntimeError):  # the store is lost
             while not self._is_over.wait(judge.pause_s()):

@@ -33,17 +33,17 @@ class LiveFacts:
 
     Args:
         steps: counts the optimizer steps of this process.
+        device: the device of this process. No other one is asked for: a run on the CPU would initialize the driver of a
+            GPU that this machine has.
     """
 
-    def __init__(self, steps: StepCount) -> None:
+    def __init__(self, steps: StepCount, device: torch.device) -> None:
         self._world_size, self._steps, self._looks = dist.get_world_size(), steps, Counter[str]()
         self._waits_from_s: float | None = None
-        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._device = device
 
     def __call__(self, stack: Stack) -> dict[str, Any]:
         """Note where the main thread is, and return the facts, as plain data."""
-        if self._device is not None:  # a thread begins on device 0, where NCCL's recorder would make a context
-            torch.accelerator.set_device_index(self._device)
         modules = [frame.f_globals.get("__name__", "") for frame, _ in stack]
         is_waiting = is_in_collective(stack)
         is_loading = any(each.startswith(_DATA) for each in modules)
@@ -60,11 +60,11 @@ class LiveFacts:
         }
 
 
-def _memory_bytes(device: int | None) -> int:
-    """Return the memory that torch has reserved on the device, or else the largest size of this process."""
-    if device is not None:
-        return int(torch.cuda.memory_reserved(device)) if torch.cuda.is_available() else 0
-    if sys.platform == "win32":
+def _memory_bytes(device: torch.device) -> int:
+    """Return the memory that torch has reserved on a GPU, or the largest size of a process on the CPU; else 0."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    if device.type != "cpu" or sys.platform == "win32":
         return 0
     import resource  # not on Windows
 

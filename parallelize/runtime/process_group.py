@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -27,6 +28,7 @@ from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.live_facts import LiveFacts, registered
 from parallelize.runtime.run_key import give_run_key, known_run_key, run_key
+from parallelize.runtime.threads import begin_on
 from parallelize.runtime.user_process_group import destroy_group, replace_group_functions
 from parallelize.torch_patches.objects import signed_objects
 from parallelize.torch_patches.private import replace_attribute
@@ -64,11 +66,11 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, rendezvous: 
         watchdog: detects hangs if the group has several processes.
         rendezvous: what the launcher gives.
     """
-    config, since_ns = layout.config, time.time_ns()
+    config, since_ns, device = layout.config, time.time_ns(), layout.devices[world.local_rank][0]
     torch_timeout = _DEBUGGED if watchdog.has_debugger else config.timeout
     if dist.is_initialized():
         with (
-            _with_watchdog(watchdog, config.timeout, since_ns=None),
+            _with_watchdog(watchdog, device, config.timeout, since_ns=None),
             replace_group_functions(),
             _signed_objects(known_run_key()),
         ):
@@ -85,7 +87,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, rendezvous: 
         with (
             _timeout_of_new_groups(torch_timeout),
             _gloo_interface(_reachable(world)),  # of groups that the user makes, too
-            _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
+            _with_watchdog(watchdog, device, config.timeout, since_ns=since_ns),
             replace_group_functions(),
             _signed_objects(known_run_key() if store is None or world.world_size == 1 else run_key()),
         ):
@@ -142,11 +144,14 @@ def _initialize(world: World, layout: Layout, timeout: timedelta, path: Path | N
 
 
 @contextlib.contextmanager
-def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | None) -> Iterator[None]:
+def _with_watchdog(
+    watchdog: Watchdog, device: torch.device, timeout: timedelta, *, since_ns: int | None
+) -> Iterator[None]:
     """Run the watchdog in the block if the process group has several processes.
 
     Args:
         watchdog: the watchdog of this process.
+        device: the device of this process.
         timeout: timeout of the run, which is the least timeout of a wait if the group is the user's.
         since_ns: time when the run initialized the group (time.time_ns); None: it is the user's and outlives the run.
     """
@@ -156,7 +161,8 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | No
     # All ranks enter their runs in the same order, so their counters agree.
     store = dist.PrefixStore(f"parallelize/watch/{next(_watch_ids)}", default_store())
     steps = StepCount()
-    watchdog.on_look = LiveFacts(steps)
+    watchdog.on_start = functools.partial(begin_on, device)
+    watchdog.on_look = LiveFacts(steps, device)
 
     def timeout_s(calls: Sequence[Collective]) -> float:
         longest = _longest_timeout(calls, timeout)

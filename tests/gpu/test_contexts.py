@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from parallelize import (
     all_reduce,
     barrier,
     checkpoints,
+    device,
     distributed,
     load,
     parallel_model,
@@ -25,6 +27,9 @@ from parallelize import (
     save,
     shard_loader,
 )
+from parallelize.hang_detection import watchdog
+from parallelize.hang_detection.watchdog import Watchdog
+from parallelize.runtime import process_group
 from parallelize.runtime.context import current
 
 pytestmark = [
@@ -81,9 +86,9 @@ def test_a_second_context_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @distributed(gpus=2)
 def device_of_watch_thread() -> int:
-    watchdog, seen = current().watchdog, []
-    before = watchdog.on_look
-    watchdog.on_look = lambda stack: (before(stack), seen.append(torch.cuda.current_device()))
+    own, seen = current().watchdog, []
+    before = own.on_look
+    own.on_look = lambda stack: (before(stack), seen.append(torch.cuda.current_device()))
     while not seen:
         time.sleep(0.05)
     return seen[0]
@@ -92,3 +97,30 @@ def device_of_watch_thread() -> int:
 def test_the_watch_thread_is_on_the_device_of_its_rank() -> None:
     """NCCL's recorder, which it reads, queries events on the thread's device."""
     assert device_of_watch_thread.all_ranks() == [0, 1]
+
+
+@distributed(gpus=2)
+def device_where_captures_are_allowed() -> int:
+    seen = list[int]()
+    watchdog._allow_captures = lambda: seen.append(torch.cuda.current_device())
+    with process_group._with_watchdog(Watchdog(), device(), timedelta(minutes=1), since_ns=None):
+        while not seen:
+            time.sleep(0.05)
+    return seen[0]
+
+
+def test_the_watch_thread_begins_on_the_device_of_its_rank() -> None:
+    """Its first call to CUDA's runtime, before it looks at anything, may make a context."""
+    assert device_where_captures_are_allowed.all_ranks() == [0, 1]
+
+
+@distributed(gpus=2)
+def device_of_writer(folder: Path) -> int:
+    model = nn.Linear(2, 2)
+    with parallel_model(model), checkpoints(folder, model=model) as saved:
+        return saved._thread.submit(torch.cuda.current_device).result()
+
+
+def test_the_thread_that_writes_checkpoints_is_on_the_device_of_its_rank(tmp_path: Path) -> None:
+    """torch's writer takes the current stream of its thread, and waits for it."""
+    assert device_of_writer.all_ranks(tmp_path) == [0, 1]
