@@ -40,7 +40,7 @@ from parallelize.call.pickling import cause_of
 from parallelize.checkpoint import files
 from parallelize.checkpoint.states import Named
 from parallelize.errors import ConfigError, ParallelizeError
-from parallelize.runtime.containers import is_entangled, map_leaves
+from parallelize.runtime.containers import is_entangled, leaves, map_leaves
 from parallelize.torch_patches.whole_file import (
     SUFFIX,
     TemporaryFile,
@@ -75,11 +75,17 @@ class _Writer(FileSystemWriter):
     Args:
         folder: of the shards.
         begin: rank 0 calls it before any rank makes the folder.
+        content: what is written.
     """
 
-    def __init__(self, folder: Path, begin: Callable[[], object]) -> None:
+    def __init__(self, folder: Path, begin: Callable[[], object], content: dict[str, Any]) -> None:
         super().__init__(folder)
         self._begin = begin
+        tensors = [leaf for leaf in leaves(content) if isinstance(leaf, torch.Tensor)]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            # Nothing is copied from a device. With copies ahead, torch takes a stream of the current device of this
+            # thread, and waits for it, on each machine that has a GPU (_OverlappingCpuLoader, in filesystem.py).
+            self.per_thread_copy_ahead = 0
 
     @override
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -123,7 +129,7 @@ def write_folder(path: Path, name: str, content: dict[str, Any], group: Any, ran
             token = name.removeprefix(files.SHARD_PREFIX)
             temporaries.append(stack.enter_context(temporary_file(main_file, token)))
 
-        writer = _Writer(folder, begin)
+        writer = _Writer(folder, begin, content)
         if rank == 0:
             stack.push(functools.partial(_remove_after_error, folder))
         try:

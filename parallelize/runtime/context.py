@@ -131,8 +131,8 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, where values cannot be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph is being captured, where values cannot be read; asks no driver of a run on the CPU."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def rank() -> int:

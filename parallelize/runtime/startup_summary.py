@@ -105,8 +105,9 @@ class StartupSummary:
                 sent += number * each.requires_grad * (dtype or each.dtype).itemsize
         batches = sorted({each.batch_sizes for each in _active_loaders if each.batch_sizes})
         size, kind, devices = self._run.world.world_size, self._run.device.type, self._run.devices
-        gpus = [each for each in devices if each.type == "cuda"] if torch.cuda.is_available() else []
-        pairs = itertools.combinations(gpus, 2)
+        # A run on the CPU asks no driver. A layout may have GPUs that this machine lacks, to be explained.
+        has_gpus = kind == "cuda" and torch.cuda.is_available()
+        pairs = itertools.combinations(devices if has_gpus else (), 2)
         apart = [f"{a.index} and {b.index}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         logical = self._run.config.logical
         phrases = [
