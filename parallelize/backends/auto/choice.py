@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from parallelize.errors import ConfigError
 
-__all__ = ["SIZES", "Choice", "Facts", "choose", "saved_choices"]
+__all__ = ["SIZES", "USABLE", "Choice", "Facts", "choose", "saved_choices"]
 
 Facts = dict[str, float]
 """Bytes of a model and its training, and seconds, by what they are of."""
 SIZES = (2**16, 2**22)
 """Bytes of the messages that are timed."""
-_USABLE = 0.9
+USABLE = 0.9
 """Fraction of the memory that is used; the rest is for workspaces and fragmentation."""
 _PARTS = ("parameters", "gradients", "optimizer state", "saved for backward")
 _GIB = 2**30
@@ -105,7 +105,7 @@ def choose(facts: Facts, model: str, n: int, in_node: int, devices: int) -> Choi
     Raises:
         ConfigError: none fits.
     """
-    found, most = _predicted(facts, n, in_node, devices), facts["memory"] * _USABLE
+    found, most = _predicted(facts, n, in_node, devices), facts["memory"] * USABLE
     fitting = [each for each in found if each.memory_bytes <= most]
     if not fitting:
         nearest = min(found, key=lambda each: each.memory_bytes)

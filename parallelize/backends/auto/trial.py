@@ -7,6 +7,7 @@ backward are timed, if they fit. Buffers, attributes and generators are restored
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallelize.backends.auto.choice import SIZES, Facts
+from parallelize.backends.auto.choice import SIZES, USABLE, Facts
 from parallelize.backends.measuring import free_bytes, run_backward, shortest
 from parallelize.backends.model_state import ModelState
 from parallelize.cluster.world import World
@@ -138,11 +139,17 @@ def tried(
     try:
         with state.watching():
             found = facts | _saved(model, forward, min(2, places["world"].world_size))
-        # Forward alone drops what it saves, which might not fit either.
-        fits = found["parameters"] + found["optimizer state"] + found["in backward"] < found["memory"]
-        run = (lambda: run_backward(model, forward())) if fits else lambda: _saved(model, forward, 0)
-        seconds = shortest(run, *devices)
-        found["s of forward and backward"] = seconds * (1 if fits else 3)
+        held = found["parameters"] + found["optimizer state"]
+        seconds = None
+        if held + found["in backward"] <= found["memory"] * USABLE:
+            seconds = _seconds_if_it_fits(lambda: run_backward(model, forward()), devices)
+            if seconds is None:
+                # The prediction is too low: backward needs at least what there is, and the engines are chosen by that.
+                found["in backward"] = found["memory"] - held
+        if seconds is None:
+            # Forward alone drops what it saves, which might not fit either.
+            seconds = 3 * shortest(lambda: _saved(model, forward, 0), *devices)
+        found["s of forward and backward"] = seconds
         for name, backend in engines.items():
             engine: Any = backend.engine(inner, **places)
             try:
@@ -157,7 +164,26 @@ def tried(
             found["largest stage"] = max(plan.memory_bytes, default=math.inf)  # none: it does not split the model
     finally:
         state.restore()
+        _free_cached(devices)
     return found, plan
+
+
+def _seconds_if_it_fits(run: Callable[[], object], devices: Sequence[torch.device]) -> float | None:
+    """Return the shortest duration of a run; None: a device has too little memory for it."""
+    try:
+        return shortest(run, *devices)
+    except torch.OutOfMemoryError as error:
+        _log.info("forward and backward do not fit on a device: %s", str(error).splitlines()[0])
+    # The error is gone, and with it the frames that kept what the run had allocated.
+    _free_cached(devices)
+    return None
+
+
+def _free_cached(devices: Sequence[torch.device]) -> None:
+    """Give the memory of trials back to the devices: what is chosen needs blocks of other sizes."""
+    gc.collect()
+    if devices[0].type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def _copy(value: Any) -> Any:
