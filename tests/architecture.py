@@ -78,7 +78,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "launchers.ssh": "its agents are started by ssh, which sets variables, and get the key of the call",
     "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
     "model": "public entry point: passes the variables to config and world as a mapping",
-    "runtime.context": "entry point of rank(), device(), ...: passes the variables on as a mapping",
+    "runtime.context": "entry point of rank(), device(), ...: passes the variables on; sets that of cuBLAS",
     "runtime.process_group": "gloo reads its network interface from a variable when a group is created",
     "runtime.run_key": "PARALLELIZE_KEY of ranks that others have started; calls outside of a run pass no mapping on",
     "worker.main": "sets the variables of its own process at its start",

@@ -265,7 +265,9 @@ def _split(inputs: Any, sizes: Sequence[int]) -> list[Any]:
     def part(start: int, size: int) -> Any:
         def narrowed(leaf: Any) -> Any:
             has_batch = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == sum(sizes)
-            return leaf.narrow(0, start, size) if has_batch else leaf
+            # A part begins where an allocation does, as the batch of a process with this part alone. Libraries choose
+            # their kernels by the alignment of addresses too, such as cuBLAS up to 256 bytes.
+            return leaf.narrow(0, start, size).clone() if has_batch else leaf
 
         return map_leaves(narrowed, inputs)
 

@@ -89,6 +89,8 @@ class Runtime:
             self.at_end.push(outer)
 
 
+_CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+
 _active: ContextVar[Runtime | None] = ContextVar("parallelize_runtime", default=None)
 
 
@@ -120,14 +122,36 @@ def current_world() -> World:
 def activate(runtime: Runtime) -> Iterator[Runtime]:
     """Activate a run in a block: set the context variable and current device, open the process group; then undo all."""
     token = _active.set(runtime)
+    workspaces = _deterministic_workspaces(runtime)
     try:
         group = process_group(runtime.world, runtime.layout, runtime.watchdog, runtime.rendezvous)
         # At its end, this context makes no context of CUDA on the device that was current before.
         device = torch.accelerator.device_index(runtime.device.index)
-        with device, group, warn_if_unsynced(runtime.flags):
+        with workspaces, device, group, warn_if_unsynced(runtime.flags):
             yield runtime
     finally:
         _active.reset(token)
+
+
+@contextlib.contextmanager
+def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
+    """Under `logical=`, let cuBLAS use workspaces with which a product has the same bits each time.
+
+    torch and cuBLAS read them from a variable, when a process multiplies matrices on a GPU for the first time. The
+    user's value stays. If this is too late, because the process has multiplied before, or if the user's value does not
+    help, torch warns by the name of the variable in the block (alertCuBLASConfigNotDeterministic, in Context.cpp).
+
+    Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    """
+    is_needed = run.config.logical is not None and run.device.type == "cuda"
+    if not is_needed or _CUBLAS_WORKSPACES in os.environ:
+        yield
+        return
+    os.environ[_CUBLAS_WORKSPACES] = ":4096:8"  # Eight of 4 MiB: torch allocates as much without it on an H100.
+    try:
+        yield
+    finally:
+        os.environ.pop(_CUBLAS_WORKSPACES, None)
 
 
 def is_capturing() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,36 @@ def test_parts_have_the_same_bits_on_one_and_two_devices(amp: str | None) -> Non
 
     one, two = trained(1), trained(2)
     assert not [name for name, each in one.items() if not torch.equal(two[name], each)]
+
+
+def workspaces() -> str | None:
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+@pytest.mark.parametrize(
+    ("options", "users", "expected"),
+    [
+        ({"logical": 4}, None, ":4096:8"),
+        ({}, None, None),
+        ({"logical": 4}, ":16:8", ":16:8"),
+    ],
+    ids=["logical", "plain", "of the user"],
+)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_products_of_matrices_have_the_same_bits_under_logical(
+    gpus: int, options: dict[str, int], users: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS gets workspaces for that, from a variable of each process, in the run alone; the user's value stays."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if users is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", users)
+    assert distributed(gpus=gpus, **options)(workspaces).all_ranks() == [expected] * gpus
+    assert workspaces() == users
+
+
+def test_a_block_of_a_script_sets_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that nobody has launched."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with parallel_model(nn.Linear(2, 2), backend="ddp", gpus=1, logical=2):
+        assert workspaces() == ":4096:8"
+    assert workspaces() is None

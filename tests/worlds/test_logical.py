@@ -311,3 +311,29 @@ def test_the_start_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     distributed(processes=1, logical=2)(steps)(lambda model, x: model(x).square().mean())
     assert "each batch in 2 parts" in caplog.text
     assert "2 x 2 parts = 4 global" in caplog.text
+
+
+class Addresses(nn.Module):
+    """Keeps where its inputs lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 1)
+        self.seen: list[tuple[int, int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((x.storage_offset(), x.untyped_storage().nbytes() // x.element_size() - x.numel()))
+        return self.head(x)
+
+
+def test_a_part_has_memory_of_its_own() -> None:
+    """It begins where an allocation does, as the batch of a process that has one part: kernels depend on alignment."""
+    model = Addresses()
+    distributed(processes=1, logical=4)(steps)(lambda model, x: model(x).square().mean(), model)
+    assert len(model.seen) >= 4
+    assert {*model.seen} == {(0, 0)}
+
+
+def test_a_run_on_the_cpu_has_the_variables_of_its_caller() -> None:
+    """Those of cuBLAS are for GPUs."""
+    assert distributed(processes=1, logical=2)(os.environ.get)("CUBLAS_WORKSPACE_CONFIG") is None
