@@ -287,7 +287,9 @@ def _started_server(environ: Mapping[str, str], key: object, modules: Sequence[s
         try:
             process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
-                env=environ,
+                # Packages ask torch.cuda.is_available() when they are imported. By default that initializes the driver,
+                # after which no forked process can use it; NVML answers without. Workers have their call's variables.
+                env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ},
                 cwd="/",
                 stdin=names,
                 stdout=subprocess.DEVNULL,  # workers have files
@@ -316,7 +318,10 @@ def serve(number: int) -> None:
     control, caller = socket.socket(fileno=number), os.getppid()
     # Ignored, as a caller may do, it would have the kernel reap the workers: no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _preload(json.load(sys.stdin))
+    modules = json.load(sys.stdin)
+    _preload(modules)
+    if len(modules) > len(_TORCH) and not _can_fork():
+        _begin_again(number, modules[: len(_TORCH)])
     resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # the start of the tracker unblocks some
     calls, is_open = list[_Call](), True
@@ -368,6 +373,37 @@ def _preload(modules: Sequence[str]) -> None:
         _entered.enter_context(import_module("parallelize.worker.main").replace_group_functions())
     gc.collect()
     gc.freeze()  # so that collections in workers do not copy the pages of these modules
+
+
+def _can_fork() -> bool:
+    """Return whether a forked process can use the accelerator: not if an imported package has initialized it here.
+
+    torch tells forked processes alone (`poison_fork` of torch/csrc/cuda/Module.cpp), so that one of them is asked.
+    """
+    torch = import_module("torch")
+    if torch.accelerator.current_accelerator() is None:
+        return True
+    # Not all kinds of accelerators have the function.
+    is_in_bad_fork = getattr(torch.get_device_module(), "_is_in_bad_fork", bool)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(is_in_bad_fork()))
+    _, status = os.waitpid(pid, 0)
+    return status == 0
+
+
+def _begin_again(number: int, modules: Sequence[str]) -> None:
+    """Replace this process by a server that imports these modules alone; workers then import the packages themselves.
+
+    The process keeps its number, and the socket, in which calls wait to be taken.
+    """
+    os.set_inheritable(number, True)  # noqa: FBT003 - positional-only
+    names = json.dumps(modules).encode()
+    stdin = sys.stdin.fileno()
+    os.ftruncate(stdin, 0)
+    os.pwrite(stdin, names, 0)
+    os.lseek(stdin, 0, os.SEEK_SET)
+    os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - as this process was started
 
 
 class _WaitingFork(popen_fork.Popen):
