@@ -237,7 +237,8 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
         if runtime.config.seed is None:
             setup.random_states.begin(runtime.devices)  # imported modules may have drawn numbers
         try:
-            stop = StopHandler(rendezvous.store or world.master_port)
+            has_accelerator = runtime.device.type != "cpu"
+            stop = StopHandler(rendezvous.store or world.master_port, has_accelerator=has_accelerator)
             value = _call(task, stop)
             shutdown.end_if_forked()
             for device in (each for each in runtime.devices if each.type != "cpu"):

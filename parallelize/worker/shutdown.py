@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,21 @@ from typing import Any, NoReturn
 
 from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
+from parallelize.hang_detection.rank_state import progress
+from parallelize.hang_detection.stack_frames import is_in_collective
 from parallelize.runtime.group_abort import interrupt_collectives, mark_as_interrupted
 
 __all__ = ["StopHandler", "WorkerShutdown"]
 
 _HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
+_PATIENCE_S = {signal.SIGINT: 10.0, signal.SIGTERM: 1.5}
+"""For how long a main thread that waits for an accelerator is left alone after a signal.
+
+The launcher kills workers 30 s after Ctrl-C, and 3 s after SIGTERM (`launchers/local/workers.py`): the rest is for
+`finally` blocks.
+"""
+_STALLED_S = {signal.SIGINT: 3.0, signal.SIGTERM: 0.5}
+"""For how long, if it waits for a collective meanwhile, and none makes progress: another rank makes no more of them."""
 
 
 class WorkerShutdown:
@@ -82,14 +93,15 @@ class StopHandler:
 
     Args:
         store: the run's store, whose requests are interrupted, too: port of the TCPStore, or path of the FileStore.
+        has_accelerator: whether the main thread may wait for an accelerator, see `_Patience`.
 
     Attributes:
         exit: SystemExit or KeyboardInterrupt, which ends the function; None: no signal has been handled.
     """
 
-    def __init__(self, store: int | Path) -> None:
+    def __init__(self, store: int | Path, *, has_accelerator: bool) -> None:
         self.exit: BaseException | None = None
-        self._store = store
+        self._store, self._has_accelerator = store, has_accelerator
         self._is_handled = threading.Event()
         self._has_interrupted = False
 
@@ -132,9 +144,49 @@ class StopHandler:
         while number := received.recv(1):
             ours: Any = self
             store = None  # at first, because torch logs requests that fail
+            patience = _Patience(signal.Signals(number[0])) if self._has_accelerator else None
             # The user's code may have replaced the handler.
             while signal.getsignal(number[0]) is ours and not self._is_handled.wait(_HANDLER_TIMEOUT_S):
+                if patience is not None and not patience.is_over():
+                    continue
                 self._has_interrupted = True
                 interrupt_collectives(store=store)
                 store = self._store
             self._is_handled.clear()
+
+
+class _Patience:
+    """Decides when the collectives of a main thread that is in compiled code are interrupted after a signal.
+
+    A main thread that drives an accelerator is there most of the time, because it reads a number of the device, or the
+    queue of kernels is full. It returns to Python when the device has done its work. Until then it is left alone: after
+    an interruption, NCCL's communicators are aborted, and a `finally` block can save no shards.
+
+    What the device waits for may never come: a peer that has handled the signal makes no more collectives.
+
+    Args:
+        number: the signal.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._most_s, self._stalled_s = _PATIENCE_S[number], _STALLED_S[number]
+        self._began_s = self._moved_s = time.monotonic()
+        self._progress = progress()
+        self._is_over = False
+
+    def is_over(self) -> bool:
+        """Return whether to interrupt; once this is so, it stays so."""
+        now_s = time.monotonic()
+        latest = progress()
+        if latest != self._progress:
+            self._progress, self._moved_s = latest, now_s
+        has_pending = any(begun != completed for begun, completed in latest)
+        is_stalled = (has_pending or _is_in_torch_distributed()) and now_s - self._moved_s >= self._stalled_s
+        self._is_over = self._is_over or is_stalled or now_s - self._began_s >= self._most_s
+        return self._is_over
+
+
+def _is_in_torch_distributed() -> bool:
+    """Return whether the main thread waits in a call of torch.distributed, as for a key of a store."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and is_in_collective([*traceback.walk_stack(frame)])
