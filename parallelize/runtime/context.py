@@ -156,7 +156,8 @@ def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured, where values cannot be read; asks no driver of a run on the CPU."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    return is_initialized and torch.cuda.is_current_stream_capturing()
 
 
 def rank() -> int:

@@ -287,8 +287,8 @@ def _started_server(environ: Mapping[str, str], key: object, modules: Sequence[s
         try:
             process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
-                # Packages ask torch.cuda.is_available() when they are imported. By default that initializes the driver,
-                # after which no forked process can use it; NVML answers without. Workers have their call's variables.
+                # torch.cuda.is_available(), which packages call when they are imported, then asks NVML, and does
+                # not initialize the driver. Workers have the variables of their call.
                 env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ},
                 cwd="/",
                 stdin=names,
@@ -376,33 +376,26 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def _can_fork() -> bool:
-    """Return whether a forked process can use the accelerator: not if an imported package has initialized it here.
+    """Return whether a forked process can use the accelerator, which an imported package may have initialized.
 
-    torch tells forked processes alone (`poison_fork` of torch/csrc/cuda/Module.cpp), so that one of them is asked.
+    torch tells forked processes alone (`poison_fork` of torch/csrc/cuda/Module.cpp), so one is asked.
     """
     torch = import_module("torch")
     if torch.accelerator.current_accelerator() is None:
         return True
-    # Not all kinds of accelerators have the function.
-    is_in_bad_fork = getattr(torch.get_device_module(), "_is_in_bad_fork", bool)
+    is_in_bad_fork = getattr(torch.get_device_module(), "_is_in_bad_fork", bool)  # bool() is False
     pid = os.fork()
     if pid == 0:
         os._exit(int(is_in_bad_fork()))
-    _, status = os.waitpid(pid, 0)
-    return status == 0
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _begin_again(number: int, modules: Sequence[str]) -> None:
-    """Replace this process by a server that imports these modules alone; workers then import the packages themselves.
-
-    The process keeps its number, and the socket, in which calls wait to be taken.
-    """
+    """Replace this process by a server that imports these modules; it keeps the number, and the socket with calls."""
     os.set_inheritable(number, True)  # noqa: FBT003 - positional-only
-    names = json.dumps(modules).encode()
-    stdin = sys.stdin.fileno()
-    os.ftruncate(stdin, 0)
-    os.pwrite(stdin, names, 0)
-    os.lseek(stdin, 0, os.SEEK_SET)
+    os.ftruncate(0, 0)
+    os.pwrite(0, json.dumps(modules).encode(), 0)
+    os.lseek(0, 0, os.SEEK_SET)
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - as this process was started
 
 
