@@ -165,7 +165,7 @@ class Checkpoints:
         if self._in_background:
             self._job = self._thread.submit(self._complete, path, write)
             Checkpoints._jobs = [self._job]
-        else:  # another thread has another current device, for whose stream the writer would wait
+        else:  # the writer copies on the current stream of this thread, which has computed the values
             with together(self._call):
                 self._complete(path, write)
 

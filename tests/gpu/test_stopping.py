@@ -35,7 +35,9 @@ def wait_for_the_device():
 
 def wait_for_the_peer():
     FOLDER.joinpath(f"ready.{rank()}").touch()
-    dist.all_reduce(torch.ones(1, device=device()))
+    total = torch.ones(1, device=device())
+    dist.all_reduce(total)
+    total.item()
 
 @distributed(gpus=2)
 def train():
