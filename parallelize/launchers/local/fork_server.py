@@ -381,9 +381,9 @@ def _can_fork() -> bool:
     torch tells forked processes alone (`poison_fork` of torch/csrc/cuda/Module.cpp), so one is asked.
     """
     torch = import_module("torch")
-    if torch.accelerator.current_accelerator() is None:
-        return True
-    is_in_bad_fork = getattr(torch.get_device_module(), "_is_in_bad_fork", bool)  # bool() is False
+    accelerator = torch.accelerator.current_accelerator()  # as torch was built, without a question to the driver
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    is_in_bad_fork = getattr(module, "_is_in_bad_fork", bool)  # bool() is False
     pid = os.fork()
     if pid == 0:
         os._exit(int(is_in_bad_fork()))
