@@ -15,9 +15,11 @@ from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Amp
 
 __all__ = [
+    "HeterogeneousStep",
     "Hosts",
     "environments",
     "hardware",
+    "heterogeneous_steps",
     "hostlists",
     "invalid_options",
     "option_sets",
@@ -145,7 +147,8 @@ launcher_variables = [
     *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "I_MPI_HYDRA_UUID"),
     *("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES"),
     *("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_GTIDS", "SLURMD_NODENAME"),
+    *("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_JOB_NODELIST_HET_GROUP_1"),
 ]
 texts = st.one_of(
     st.integers(-1, 5).map(str),
@@ -193,3 +196,51 @@ def hostlists(draw: st.DrawFn) -> Hosts:
     """Host lists such as "rack[1-2]-node[03-04,7],b"."""
     hosts = draw(st.lists(_host(), min_size=1, max_size=3))
     return Hosts(",".join(host.text for host in hosts), tuple(name for host in hosts for name in host.names))
+
+
+@dataclass(frozen=True)
+class HeterogeneousStep:
+    """A step of Slurm over components of a heterogeneous job.
+
+    Args:
+        environments: variables of each task, in the order of the ranks.
+        expected: of each task: its rank, its rank on its node, the rank of its node, the number of tasks, of tasks on
+            its node, and of nodes.
+        node_of_rank_0: the name of the first node of the first component; 127.0.0.1 if all tasks are on one node.
+    """
+
+    environments: list[dict[str, str]]
+    expected: list[tuple[int, ...]]
+    node_of_rank_0: str
+
+
+@st.composite
+def heterogeneous_steps(draw: st.DrawFn) -> HeterogeneousStep:
+    """Steps over some components and some of their nodes, as Slurm ranks the tasks and lists the nodes.
+
+    Ranks and nodes count component by component. The step's nodes, and its tasks per node, are listed by name.
+    """
+    numbers = draw(st.permutations(range(1, 8)))
+    job = {"SLURM_JOB_ID": "4", "SLURM_JOB_ID_HET_GROUP_0": "4", "SLURM_STEP_ID": "0"}
+    nodes_of_step = []
+    for component in range(draw(st.integers(1, 3))):
+        size = draw(st.integers(1, 2))
+        nodes, numbers = sorted(numbers[:size]), numbers[size:]
+        job[f"SLURM_JOB_NODELIST_HET_GROUP_{component}"] = f"n[{','.join(map(str, nodes))}]"
+        nodes_of_step += [node for node in nodes if draw(st.booleans())]
+    nodes_of_step = nodes_of_step or [numbers[0]]
+    sizes = [draw(st.integers(1 if len(nodes_of_step) > 1 else 2, 3)) for _ in nodes_of_step]
+    listed = sorted(zip(nodes_of_step, sizes, strict=True))
+    job["SLURM_STEP_NODELIST"] = f"n[{','.join(str(node) for node, _ in listed)}]"
+    job["SLURM_STEP_TASKS_PER_NODE"] = ",".join(str(tasks) for _, tasks in listed)
+    job["SLURM_STEP_NUM_TASKS"] = str(sum(sizes))
+    environments, expected = [], []
+    for node_rank, (node, tasks) in enumerate(zip(nodes_of_step, sizes, strict=True)):
+        ranks = range(len(expected), len(expected) + tasks)
+        for local_rank, rank in enumerate(ranks):
+            task = {"SLURM_PROCID": rank, "SLURM_LOCALID": local_rank, "SLURM_NODEID": node_rank}
+            of_node = {"SLURM_GTIDS": ",".join(map(str, ranks)), "SLURMD_NODENAME": f"n{node}"}
+            environments.append(job | of_node | {name: str(number) for name, number in task.items()})
+            expected.append((rank, local_rank, node_rank, sum(sizes), tasks, len(sizes)))
+    address = f"n{nodes_of_step[0]}" if len(sizes) > 1 else "127.0.0.1"
+    return HeterogeneousStep(environments, expected, address)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from parallelize.cluster.network import loopback
 from parallelize.cluster.world import Node, World, bad_port
 from parallelize.errors import ConfigError
 
-__all__ = ["detect", "detect_node", "first_host", "number_of_pods", "tasks_per_node"]
+__all__ = ["detect", "detect_node", "first_host", "hosts", "number_of_pods", "tasks_per_node"]
 
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+_MOST_NODES = 1 << 16
+"""The largest range of Slurm's lists of nodes (MAX_RANGE): a longer one is no list of nodes."""
 
 
 def first_host(nodelist: str) -> str:
@@ -31,11 +34,75 @@ def tasks_per_node(counts: str) -> list[int]:
     return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
 
 
+def hosts(nodelist: str) -> Iterator[str]:
+    """Yield the hosts of Slurm's compressed list in its order: n1, n2, n4, b of "n[1-2,4],b".
+
+    Source: https://slurm.schedmd.com/scontrol.html (show hostnames)
+    """
+    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
+        prefix, bracket, rest = entry.partition("[")
+        if not bracket:
+            yield entry
+            continue
+        ranges, _, suffix = rest.partition("]")
+        for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges, re.ASCII):
+            numbers = range(int(first), int(last or first) + 1)
+            for number in numbers[:_MOST_NODES]:
+                for end in hosts(suffix) if suffix else ("",):
+                    yield f"{prefix}{number:0{len(first)}}{end}"
+
+
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    tasks, node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "")), _integer(environ, "SLURM_NODEID")
-    address = {"MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", ""))} if len(tasks) > 1 else {}
-    own = tasks[node] if 0 <= node < len(tasks) else 0
-    return {"=LOCAL_SIZE": str(own), "=NUM_NODES": str(len(tasks)), **address}  # computed: no variable has such a name
+    """Return what has no variable of its own: the processes of this node, the nodes, and the address of rank 0."""
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node_rank = _integer(environ, "SLURM_NODEID")
+    if "SLURM_GTIDS" in environ:  # the ranks on this node; some scripts unset it for programs that it disturbs
+        local_size = len(environ["SLURM_GTIDS"].split(","))
+    else:
+        local_size = tasks[node_rank] if 0 <= node_rank < len(tasks) else 0
+    computed = {"=LOCAL_SIZE": str(local_size), "=NUM_NODES": str(len(tasks))}  # no variable has such a name
+    if len(tasks) > 1 and "MASTER_ADDR" not in environ:
+        computed["MASTER_ADDR"] = _node_of_rank_0(environ, node_rank)
+    return computed
+
+
+def _node_of_rank_0(environ: Mapping[str, str], node_rank: int) -> str:
+    """Return the name of the node of rank 0 in a step of Slurm.
+
+    The nodes of a step are listed in the order of their ranks, except over several components (`srun --het-group=0,1`,
+    `srun A : B`). These are ranked one after another, but their nodes, and the tasks per node, are listed in the order
+    of the nodes' names: see `_reorder_het_job_recs` in Slurm's src/srun/srun.c.
+
+    Args:
+        environ: variables of this process.
+        node_rank: rank of its node, from 0, which is the node of rank 0.
+
+    Raises:
+        ConfigError: the first node in the list is not that of rank 0, and nothing tells the other ranks which one is.
+    """
+    nodelist = environ.get("SLURM_STEP_NODELIST", "")
+    first = first_host(nodelist)
+    # A job that is submitted in a heterogeneous job inherits the variables of that job's components.
+    if environ.get("SLURM_JOB_ID_HET_GROUP_0") == environ.get("SLURM_JOB_ID", ""):
+        first = next(filter(set(hosts(nodelist)).__contains__, _hosts_of_components(environ)), first)
+    name = environ.get("SLURMD_NODENAME", first)
+    if node_rank == 0 and name != first:
+        raise ConfigError(
+            f"rank 0 is on node {name}, and the list of its step, {nodelist}, begins with {first}",
+            why="Slurm sorts the nodes of a heterogeneous step (srun A : B) by name and not by rank, so that the other "
+            "ranks do not know where rank 0 is",
+            fix=f"export MASTER_ADDR={name} before srun, or submit a heterogeneous job and use srun --het-group",
+        )
+    return first
+
+
+def _hosts_of_components(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the nodes of a heterogeneous job, component by component: the order of its ranks."""
+    for component in itertools.count():
+        nodelist = environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}")
+        if nodelist is None:
+            return
+        yield from hosts(nodelist)
 
 
 class _Launcher(NamedTuple):
@@ -133,6 +200,7 @@ def detect(environ: Mapping[str, str]) -> World | None:
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables,
         https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES,
+        https://slurm.schedmd.com/heterogeneous_jobs.html,
         https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html,
         https://www.kubeflow.org/docs/components/trainer/user-guides/pytorch,
         https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import ADDRESSES, Cluster
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -108,6 +108,25 @@ def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
     assert "nodes: 3 asked for, 2 started" in mismatch[1]
     assert "--nodes=3" in mismatch[1]
     assert launched == [[1.0, 2, 2, "n1"]] * 2
+
+
+def test_a_heterogeneous_job(cluster: Cluster, script: str, tmp_path: Path) -> None:
+    """The tasks of two components join one world; rank 0 is on the node that comes last in the list of the step."""
+    quoted = " ".join(f"'{part}'" for part in command(script))
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun --het-group=0,1 {quoted}\n")
+    components = ["-N1", "-n2", "--exclude=n1", ":", "-N1", "-n1", "--exclude=n2"]
+    state = cluster.sbatch(f"--output={tmp_path}/log", *components, str(tmp_path / "job.sh"), timeout_s=100)
+    text = (tmp_path / "log").read_text()
+    results = [json.loads(line) for line in text.splitlines() if line.startswith("[")]
+    assert state == "COMPLETED", text
+    assert [(total, size, node) for total, size, _, node in results] == [(3.0, 3, "n2")] * 3, text
+
+
+def test_the_components_of_a_step(cluster: Cluster, script: str) -> None:
+    """The components of a step in an ordinary job, of which Slurm lists rank 0's node last, meet at MASTER_ADDR."""
+    step = ["srun", "-N1", "-n1", "-w", "n2", *command(script), ":", "-N1", "-n1", "-w", "n1", *command(script)]
+    done = cluster.run("salloc", "-N2", "-n2", *step, env={"MASTER_ADDR": ADDRESSES["n2"]}, timeout_s=100)
+    assert [value[:2] for value in values(done)] == [[1.0, 2]] * 2
 
 
 def test_a_shell_on_a_compute_node(cluster: Cluster, script: str) -> None:

@@ -11,10 +11,10 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import environments, hostlists, worlds
+from strategies import environments, heterogeneous_steps, hostlists, worlds
 
 from parallelize.cluster.devices import Hardware
-from parallelize.cluster.environment import detect, detect_node, first_host, tasks_per_node
+from parallelize.cluster.environment import detect, detect_node, first_host, hosts, tasks_per_node
 from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
 from parallelize.config.layout import place
@@ -48,6 +48,17 @@ HETEROGENEOUS = SRUN | env("""
     SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=7 SLURM_JOB_ID_HET_GROUP_1=8 SLURM_JOB_NODELIST_HET_GROUP_1=big1
     SLURM_NTASKS_HET_GROUP_1=1
 """)  # `srun` in a job of two components runs in the first one
+# Recorded from `sbatch -n2 -N1 --exclude=n1 : -n1 -N1 --exclude=n2` with `srun --het-group=0,1`: rank 0 is on n2.
+TWO_COMPONENTS = env("""
+    SLURM_JOB_ID=4 SLURM_HET_SIZE=2 SLURM_JOB_ID_HET_GROUP_0=4 SLURM_JOB_ID_HET_GROUP_1=5 SLURM_NTASKS=3
+    SLURM_NTASKS_HET_GROUP_0=2 SLURM_NTASKS_HET_GROUP_1=1 SLURM_JOB_NODELIST=n[1-2] SLURM_JOB_NODELIST_HET_GROUP_0=n2
+    SLURM_JOB_NODELIST_HET_GROUP_1=n1 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2
+    SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=1,2
+""")
+OF_FIRST_COMPONENT = env("SLURMD_NODENAME=n2 SLURM_NODEID=0 SLURM_GTIDS=0,1 SLURM_PROCID=1 SLURM_LOCALID=1")
+OF_SECOND_COMPONENT = env("SLURMD_NODENAME=n1 SLURM_NODEID=1 SLURM_GTIDS=2 SLURM_PROCID=2 SLURM_LOCALID=0")
+# `srun -n2 -w n2 A : -n1 -w n1 A` in an ordinary job: the same step, without the variables of components.
+HETEROGENEOUS_STEP = {name: value for name, value in TWO_COMPONENTS.items() if "HET_" not in name}
 CRAY_SHASTA = SRUN | env("""
     PALS_APID=7.0 PALS_RANKID=3 PALS_NODEID=1 PALS_LOCAL_RANKID=1 PMI_RANK=3 PMI_SIZE=4 PMI_LOCAL_RANK=1
     PMI_LOCAL_SIZE=2
@@ -252,6 +263,32 @@ def test_refuses_invalid_variables(environ, what, why):
     assert fault.fix
 
 
+def test_a_heterogeneous_step_whose_first_node_nobody_knows():
+    """Its rank 0 says what to export, which then counts on every rank."""
+    first, second = (HETEROGENEOUS_STEP | task for task in (OF_FIRST_COMPONENT, OF_SECOND_COMPONENT))
+    (fault,) = faults_of(first)
+    assert fault.what == "rank 0 is on node n2, and the list of its step, n[1-2], begins with n1"
+    assert "heterogeneous" in fault.why
+    assert fault.fix.startswith("export MASTER_ADDR=n2 before srun")
+    assert [detect(environ | {"MASTER_ADDR": "n2"}).master_addr for environ in (first, second)] == ["n2", "n2"]
+
+
+def test_variables_of_the_job_that_submitted_this_one():
+    """Components of another job do not say where rank 0 is."""
+    stale = TWO_COMPONENTS | OF_SECOND_COMPONENT | env("SLURM_JOB_ID=9 SLURM_JOB_NODELIST=n[1-2]")
+    assert detect(stale).master_addr == "n1"
+    assert detect(TWO_COMPONENTS | OF_SECOND_COMPONENT).master_addr == "n2"
+
+
+@given(heterogeneous_steps())
+def test_ranks_of_any_heterogeneous_step(step):
+    """All ranks know their places, and the node of rank 0, however the nodes of the components are named."""
+    found = [detect(environ) for environ in step.environments]
+    assert [numbers(world) for world in found] == step.expected
+    assert {world.master_addr for world in found} == {step.node_of_rank_0}
+    assert len({world.master_port for world in found}) == 1
+
+
 @given(worlds())
 def test_round_trip(world):
     """The variables of a World are detected as that World, also among those of other launchers."""
@@ -311,6 +348,9 @@ SECOND_POD = (1, 0, 1, 2, 1, 2)
         pytest.param(UNEQUAL, (2, 0, 1, 3, 1, 2), id="srun on unequal nodes"),
         pytest.param({**UNEQUAL, **FIRST_TASK}, (0, 0, 0, 3, 2, 2), id="the first of them"),
         pytest.param(HETEROGENEOUS, LAST_OF_2X2, id="srun in a heterogeneous job"),
+        pytest.param(TWO_COMPONENTS | OF_FIRST_COMPONENT, (1, 1, 0, 3, 2, 2), id="srun --het-group, first component"),
+        pytest.param(TWO_COMPONENTS | OF_SECOND_COMPONENT, (2, 0, 1, 3, 1, 2), id="srun --het-group, second component"),
+        pytest.param(HETEROGENEOUS_STEP | OF_SECOND_COMPONENT, (2, 0, 1, 3, 1, 2), id="srun A : B"),
         pytest.param(CRAY_SHASTA, LAST_OF_2X2, id="srun --mpi=cray_shasta"),
         pytest.param(OPEN_MPI, LAST_OF_2X2, id="Open MPI"),
         pytest.param({**SRUN, **OPEN_MPI}, LAST_OF_2X2, id="Open MPI in Slurm"),
@@ -420,9 +460,10 @@ def test_any_environment(environ):
 
 
 @given(hostlists())
-def test_first_of_any_list(hosts):
-    """The first host of a compressed list is the first one of the expanded list."""
-    assert first_host(hosts.text) == hosts.names[0]
+def test_any_list_of_hosts(expected):
+    """A compressed list is expanded in its order, and its first host is the first one of the expanded list."""
+    assert tuple(hosts(expected.text)) == expected.names
+    assert first_host(expected.text) == expected.names[0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=4))
@@ -438,7 +479,7 @@ def test_tasks_per_node(runs):
     ids=lambda text: text[:6],
 )
 def test_long_host_lists_are_parsed_in_linear_time(text):
-    """Slurm's list is never expanded, and no regular expression backtracks."""
+    """The list of an ordinary step is never expanded, and no regular expression backtracks."""
     started = time.process_time()
     for each in (text, f"1(x{text[:9]})," * 10**4):
         first_host(each)
