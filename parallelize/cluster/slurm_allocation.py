@@ -19,11 +19,13 @@ class Allocation:
         job_id: the job's number.
         num_nodes: nodes of this process's job step, else of the job.
         gpus_on_node: GPUs of this node that belong to the job; None: Slurm does not count GPUs here.
+        hides_gpus: whether this task cannot open the GPUs of its node's other tasks.
     """
 
     job_id: str
     num_nodes: int
     gpus_on_node: int | None
+    hides_gpus: bool = False
 
 
 def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
@@ -32,7 +34,8 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     Args:
         environ: variables of this process, as in os.environ; only read.
 
-    Source: https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+    Source: https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES,
+        https://slurm.schedmd.com/srun.html#OPT_SLURM_STEP_GPUS
     """
     job_id = environ.get("SLURM_JOB_ID", "").strip()
     if not job_id:
@@ -40,4 +43,9 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     # A one-task step inside a large job (an interactive shell) has one node, however many the job has.
     nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    return Allocation(job_id, int(nodes), int(gpus) if gpus.isdecimal() else None)
+    gpus_on_node = int(gpus) if gpus.isdecimal() else None
+    # A task that is bound to one GPU has its number on the node in SLURM_STEP_GPUS. Slurm sets CUDA_VISIBLE_DEVICES to
+    # the same number, or to 0 if the task's cgroup has no other GPU. A cgroup alone prevents CUDA IPC.
+    own_gpu = environ.get("SLURM_STEP_GPUS", "")
+    is_renumbered = own_gpu.isdecimal() and own_gpu != "0" and environ.get("CUDA_VISIBLE_DEVICES") == "0"
+    return Allocation(job_id, int(nodes), gpus_on_node, is_renumbered and (gpus_on_node or 0) > 1)

@@ -242,6 +242,8 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
         layout = _place(config, hardware, environ)
     except ConfigError as error:
         raise naming_variables(error, environ) from None
+    if allocation is not None and allocation.hides_gpus and _warns_for_its_node(layout, hardware):
+        layout = dataclasses.replace(layout, warnings=(*layout.warnings, _hidden_gpus_warning(layout)))
     if allocation is None or layout.world is not None or layout.node is not None:
         return layout
     num_nodes = config.num_nodes or allocation.num_nodes
@@ -253,6 +255,26 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
             "to use only this node, set num_nodes=1",
         )
     return layout
+
+
+def _warns_for_its_node(layout: Layout, hardware: Hardware) -> bool:
+    """Return whether this rank, of those that see one GPU each, warns of the hidden ones.
+
+    It is the second rank of the first node: the first one's GPU often has the number 0 on the node as well as in its
+    cgroup, which shows nothing.
+    """
+    world = layout.world
+    is_second = world is not None and world.node_rank == 0 and world.local_rank == 1
+    return is_second and hardware.count == 1 and layout.device_type != "cpu"
+
+
+def _hidden_gpus_warning(layout: Layout) -> str:
+    size = layout.local_world_size
+    return (
+        f"Slurm lets each of the {size} processes of a node open its own GPU only (--gpus-per-task, --gpu-bind): NCCL "
+        f"cannot use NVLink between them, and copies through the host. Ask for --gpus-per-node={size} or "
+        f"--gres=gpu:{size} without --gpus-per-task and --gpu-bind, or start the tasks by srun --gpu-bind=none."
+    )
 
 
 def _place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Layout:

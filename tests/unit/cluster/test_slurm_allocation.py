@@ -35,7 +35,11 @@ TASK = {
 }
 # `srun -N1 -n1 --pty bash` in it.
 SHELL = {**BATCH, "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
-CPU, TWO_GPUS, EIGHT_GPUS = Hardware(), Hardware("cuda", 2), Hardware("cuda", 8)
+# The second task of `srun --gpus-per-task=1` or `--gpu-bind=single:1` on the first node; in a cgroup its GPU is 0.
+BOUND = {**TASK, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_GPUS": "1"}
+ISOLATED = {**BOUND, "CUDA_VISIBLE_DEVICES": "0"}
+MASKED = {**BOUND, "CUDA_VISIBLE_DEVICES": "1"}
+CPU, ONE_GPU, TWO_GPUS, EIGHT_GPUS = Hardware(), Hardware("cuda", 1), Hardware("cuda", 2), Hardware("cuda", 8)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,8 @@ CPU, TWO_GPUS, EIGHT_GPUS = Hardware(), Hardware("cuda", 2), Hardware("cuda", 8)
         (BATCH, Allocation("65", 2, 2)),
         (TASK, Allocation("65", 2, 2)),
         (SHELL, Allocation("65", 1, 2)),
+        (ISOLATED, Allocation("65", 2, 2, hides_gpus=True)),
+        (MASKED, Allocation("65", 2, 2)),
         ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, Allocation("7", 3, None)),
         ({"SLURM_JOB_ID": "7"}, Allocation("7", 1, None)),
     ],
@@ -63,6 +69,30 @@ def test_the_layout_takes_nodes_and_gpus_from_the_allocation() -> None:
     assert place(Config.parse(), EIGHT_GPUS, SHELL).local_world_size == 2
     layout = place(Config.parse(processes=2), CPU, SHELL)
     assert (layout.world, layout.node, layout.num_nodes) == (None, None, 1)
+
+
+def test_hidden_gpus_are_named_once() -> None:
+    """One rank of the run says which options let NCCL reach the node's other GPUs."""
+    (warning,) = place(Config.parse(), ONE_GPU, ISOLATED).warnings
+    assert "Slurm lets each of the 2 processes of a node open its own GPU only" in warning
+    assert "--gpus-per-node=2 or --gres=gpu:2 without" in warning
+
+
+@pytest.mark.parametrize(
+    ("environ", "hardware"),
+    [
+        pytest.param({**ISOLATED, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, ONE_GPU, id="the node's first rank"),
+        pytest.param({**ISOLATED, "SLURM_PROCID": "3", "SLURM_NODEID": "1"}, ONE_GPU, id="the next node"),
+        pytest.param(MASKED, ONE_GPU, id="bound without cgroups"),
+        pytest.param({**BOUND, "SLURM_STEP_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0"}, ONE_GPU, id="a mask by hand"),
+        pytest.param({**BOUND, "SLURM_STEP_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, TWO_GPUS, id="not bound"),
+        pytest.param({**ISOLATED, "SLURM_GPUS_ON_NODE": "1"}, ONE_GPU, id="one GPU on the node"),
+        pytest.param(ISOLATED, CPU, id="a run on the CPU"),
+    ],
+)
+def test_gpus_that_are_not_hidden(environ: dict[str, str], hardware: Hardware) -> None:
+    """Other ranks, masks that leave CUDA IPC to NCCL, and steps whose tasks see all GPUs are not warned."""
+    assert place(Config.parse(), hardware, environ).warnings == ()
 
 
 def test_a_job_script_without_srun_is_refused_on_several_nodes() -> None:
