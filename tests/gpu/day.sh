@@ -47,7 +47,7 @@ part() { # part NAME SECONDS COMMAND...: run a command with a time limit, and wr
 tail -n 20 "$out/facts.txt"
 
 pytest=("$python" -m pytest -p no:cacheprovider --timeout 150 -q)
-part tests "${TESTS_S:-260}" "${pytest[@]}" -m gpu tests/gpu tests/unit/cluster/test_devices.py --durations=8 --junitxml "$out/tests.xml"
+part tests "${TESTS_S:-420}" "${pytest[@]}" -m gpu tests/gpu tests/unit/cluster/test_devices.py --durations=8 --junitxml "$out/tests.xml"
 
 # On the pretended device each test is checked for unordered accesses, and torch's sanitizer has nothing to trace.
 sanitizer=()

@@ -136,6 +136,7 @@ def test_the_other_levels_train(net, level):
     assert {each.dtype for each in ours.parameters()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_step_waits_for_the_device():
     """With a fused optimizer a scaled step waits for nothing that it has started itself."""
     model = ConvNet()

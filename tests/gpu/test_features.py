@@ -75,15 +75,19 @@ def test_checkpoints_are_recomputed_on_the_device_thread(use_reentrant: bool, am
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # off here, see `full_fp32`
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="torch.compile needs a compiler")
 def test_a_model_compiled_into_cuda_graphs_trains() -> None:
     """With torch.compile(mode="reduce-overhead"), losses are those of the plain model."""
     if "FAKE_CUDA" in os.environ:
         pytest.skip("the pretended device has no CUDA graphs")
+    from torch._inductor import config as inductor
+
     plain, model = seeded(), seeded()
     plain.cuda()
     expected = train(plain)
-    with parallel_model(model, gpus=1, backend="ddp"):
+    # With more than one, Inductor starts a pool of processes, which outlives the test.
+    with inductor.patch(compile_threads=1), parallel_model(model, gpus=1, backend="ddp"):
         compiled = torch.compile(model, mode="reduce-overhead")
         found = train(compiled)
     assert found == pytest.approx(expected, rel=1e-3)

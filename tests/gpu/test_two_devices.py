@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cublas import take_workspaces
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -139,6 +140,7 @@ def test_a_device_holds_its_shards_and_one_unit(origin: str) -> None:
     def run() -> list[int]:
         with torch.device(origin):
             model = Deep()
+        take_workspaces(device())
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with parallel_model(model, restore=origin == "cpu"):
