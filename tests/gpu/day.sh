@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# All that a machine with one GPU can show, without a network, in two calls of at most 9 minutes: the gpu tests, the CUDA
-# sanitizer over the prefetch tests, and the GPU rows of the benchmarks; then what takes long, or two GPUs show better.
+# All that a machine with one GPU can show, without a network, in two calls of 8 and 5 minutes: five minutes of questions
+# whose answers decide most, the gpu tests, and the CUDA sanitizer over the prefetch tests; then the GPU rows of the
+# benchmarks, and those that take long.
 #
 #     OUT=day bash tests/gpu/day.sh                                   on a GPU
-#     OUT=day PARTS=more bash tests/gpu/day.sh                        the second call
-#     OUT=day python tests/fake_cuda bash tests/gpu/day.sh --short    on the pretended device, with shorter benchmarks
+#     OUT=day PARTS="benchmarks more" bash tests/gpu/day.sh           the second call
+#     OUT=day python tests/fake_cuda bash tests/gpu/day.sh --short    all of it on the pretended device, shortened
 #
-# Leaves in $OUT: facts.txt, tests.log, tests.xml, sanitizer.log, benchmarks.log, more.log, a JSON file per benchmark, and
-# gpu.json with all of them, for benchmarks/results. The exit status is the number of parts that failed. The package is run from this checkout, without an installation; a folder of
-# wheels in $WHEELS (default: .wheels) provides what the machine lacks, such as wrapt and cloudpickle:
+# Each part ends within its seconds (QUESTIONS_S, TESTS_S, SANITIZER_S, BENCHMARKS_S, MORE_S), and prints what failed
+# first. With pytest-xdist, the tests run in WORKERS processes. Leaves in $OUT: facts.txt, the log of each part,
+# tests.xml, and gpu.json with the results of the benchmarks, for benchmarks/results. The exit status is the number of
+# parts that failed. The package is run from this checkout, without an installation; a folder of wheels in $WHEELS
+# (default: .wheels) provides what the machine lacks, such as wrapt and cloudpickle:
 #
 #     pip download --dest .wheels --only-binary=:all: --no-deps --python-version 3.12 wrapt cloudpickle
 set -uo pipefail
@@ -16,7 +19,7 @@ cd "$(dirname "$0")/../.."
 mkdir -p "${OUT:?set OUT to a folder for the results}"
 out=$(cd "$OUT" && pwd)
 short=$([ "${1:-}" = --short ] && echo yes)
-parts=${PARTS:-tests sanitizer benchmarks}
+parts=${PARTS:-questions tests sanitizer${short:+ benchmarks more}}
 python=$(command -v python3)
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -27,6 +30,10 @@ fi
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=4
 failed=0
 
+first_failure() { # first_failure LOG: what has failed first, in a log of the questions, of pytest, or of a benchmark
+    grep '^UNEXPECTED' "$1" || grep '^answered: UNEXPECTED' "$1" || grep -m 1 -A 30 -E '^_{3,} .* _{3,}$' "$1" || grep -m 1 -A 15 '^Traceback' "$1"
+}
+
 part() { # part NAME SECONDS COMMAND...: run a command with a time limit, and write its output to NAME.log
     local name=$1 seconds=$2 begin=$SECONDS
     shift 2
@@ -34,25 +41,49 @@ part() { # part NAME SECONDS COMMAND...: run a command with a time limit, and wr
     timeout --kill-after=10 "$seconds" "$@" >"$out/$name.log" 2>&1
     local status=$?
     [ $status -eq 0 ] || failed=$((failed + 1))
-    echo "$name: exit status $status after $((SECONDS - begin)) s"
-    [ $status -eq 0 ] || grep -m 1 -A 30 -E '^_{3,} .* _{3,}$' "$out/$name.log"  # what has failed first
+    echo "$name: exit status $status after $((SECONDS - begin)) of $seconds s"
+    [ $status -eq 0 ] || first_failure "$out/$name.log" | cut -c1-250
     tail -n "${LINES_SHOWN:-12}" "$out/$name.log" | cut -c1-250
 }
 
 {
     command -v nvidia-smi >/dev/null && nvidia-smi
     "$python" -c "import sys, torch, wrapt, cloudpickle; print(sys.version, torch.__version__, wrapt.__version__, cloudpickle.__version__)"
-    timeout 60 "$python" -m parallelize doctor
+    timeout 30 "$python" -m parallelize doctor
 } >"$out/facts.txt" 2>&1
 tail -n 20 "$out/facts.txt"
 
-pytest=("$python" -m pytest -p no:cacheprovider --timeout 150 -q)
-part tests "${TESTS_S:-420}" "${pytest[@]}" -m gpu tests/gpu tests/unit/cluster/test_devices.py --durations=8 --junitxml "$out/tests.xml"
+part questions "${QUESTIONS_S:-90}" "$python" tests/gpu/five_minutes.py --seconds "$((${QUESTIONS_S:-90} - 5))"
+
+pytest=("$python" -m pytest -p no:cacheprovider -p failures_at_once --timeout 150 -q)
+workers=()
+"$python" -c "import xdist" 2>/dev/null && workers=(-n "${WORKERS:-4}")
+cat >"$site/failures_at_once.py" <<'PYTHON'
+"""Prints a failure when it happens: pytest prints them at its end, which a part that is cut off does not reach."""
+
+
+class FailuresAtOnce:
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            terminal = self.config.pluginmanager.getplugin("terminalreporter")
+            terminal.write_line(f"\n{'_' * 20} {report.nodeid} {'_' * 20}\n{report.longreprtext}")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
+PYTHON
+tests=(tests/gpu tests/unit/cluster/test_devices.py)
+[ -z "$short" ] || tests=(tests/gpu/test_features.py tests/gpu/test_memory.py tests/unit/cluster/test_devices.py)
+part tests "${TESTS_S:-320}" "${pytest[@]}" "${workers[@]}" -m gpu "${tests[@]}" --durations=8 --junitxml "$out/tests.xml"
 
 # On the pretended device each test is checked for unordered accesses, and torch's sanitizer has nothing to trace.
 sanitizer=()
 [ -n "${FAKE_CUDA:-}" ] || sanitizer=(env TORCH_CUDA_SANITIZER=1)
-part sanitizer "${SANITIZER_S:-60}" "${sanitizer[@]}" "${pytest[@]}" -W ignore tests/gpu/test_data_device.py \
+part sanitizer "${SANITIZER_S:-45}" "${sanitizer[@]}" "${pytest[@]}" -W ignore tests/gpu/test_data_device.py \
     -k "order or reads_no or reused or reuses or another_stream"
 
 cat >"$site/run_benchmarks.py" <<'PYTHON'
@@ -98,8 +129,8 @@ for result, given in commands[sys.argv[2]].items():
     done.append(suite.run(name, folder, is_quick=False))
 sys.exit(not all(done))
 PYTHON
-part benchmarks "${BENCHMARKS_S:-200}" "$python" "$site/run_benchmarks.py" "$out" benchmarks "$short"
-part more "${MORE_S:-480}" "$python" "$site/run_benchmarks.py" "$out" more "$short"
+part benchmarks "${BENCHMARKS_S:-140}" "$python" "$site/run_benchmarks.py" "$out" benchmarks "$short"
+part more "${MORE_S:-140}" "$python" "$site/run_benchmarks.py" "$out" more "$short"
 "$python" - "$out" <<'PYTHON'
 import json
 import pathlib
@@ -109,7 +140,10 @@ folder = pathlib.Path(sys.argv[1])
 paths = [path for path in sorted(folder.rglob("*.json")) if path.stem != "gpu"]
 found = {str(path.relative_to(folder).with_suffix("")): json.loads(path.read_text()) for path in paths}
 (folder / "gpu.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+for path in (*paths, *folder.rglob("*.svg")):
+    path.unlink()
+for path in (path for path in folder.iterdir() if path.is_dir() and not any(path.iterdir())):
+    path.rmdir()
 PYTHON
-rm -f "$out"/*.svg "$out"/*/*.svg
 ls "$out"
 exit "$failed"

@@ -132,7 +132,7 @@ def test_the_other_levels_train(net, level):
     expected = unchanged(full, shape, torch.optim.SGD(full.parameters(), lr=0.05))
     with block(ours, amp_of(HALF, level) if level == "O3" else level):
         found = unchanged(ours, shape, torch.optim.SGD(ours.parameters(), lr=0.05))
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
     assert {each.dtype for each in ours.parameters()} == {torch.float32}
 
 

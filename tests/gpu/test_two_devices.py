@@ -35,7 +35,7 @@ PER_DEVICE = {"ddp": DDPBackend(), "fsdp": FSDPBackend(), "fsdp, offloaded": FSD
 PER_NODE = {"ddp2": DDP2Backend()}
 BACKENDS = {**PER_DEVICE, **PER_NODE}
 # How far the weights may be from those of the CPU in fp32. Training changes them by more than 0.1.
-TOLERANCES = {None: 1e-5, "fp16": 3e-3, "bf16": 3e-2, "O2": 3e-2}
+TOLERANCES = {None: 1e-4, "fp16": 3e-3, "bf16": 3e-2, "O2": 3e-2}
 STAGES = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cpu", "cuda:1"), ("cuda:1", "cpu")]
 PIPELINES = list(itertools.product(STAGES, TOLERANCES))
 
@@ -179,7 +179,7 @@ def test_uneven_batches_weigh_as_on_the_cpu() -> None:
     expected = make()
     fit(expected, uneven())
     for found in run():
-        torch.testing.assert_close(found, weights_of(expected), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, weights_of(expected), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("amp", TOLERANCES)
