@@ -45,11 +45,17 @@ def hosts(nodelist: str) -> Iterator[str]:
             yield entry
             continue
         ranges, _, suffix = rest.partition("]")
-        for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges, re.ASCII):
-            numbers = range(int(first), int(last or first) + 1)
-            for number in numbers[:_MOST_NODES]:
-                for end in hosts(suffix) if suffix else ("",):
-                    yield f"{prefix}{number:0{len(first)}}{end}"
+        ends = [*hosts(suffix)] or [""]
+        for number in _numbers(ranges):
+            yield from (f"{prefix}{number}{end}" for end in ends)
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    """Yield the numbers of ranges, with their zeros: 01, 02, 04 of "01-02,04"."""
+    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges, re.ASCII):
+        numbers = range(int(first), int(last or first) + 1)
+        for number in numbers[:_MOST_NODES]:
+            yield f"{number:0{len(first)}}"
 
 
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
