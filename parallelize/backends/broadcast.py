@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ from parallelize.runtime import differentiable
 from parallelize.runtime.user_line import user_stacklevel
 
 __all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "place", "refuse_unbroadcastable"]
+
+_ALONE_BYTES = 2**20
+"""A tensor of this size is sent alone and needs no copy: a device under fsdp may have no room for a copy of a unit."""
+
+_MESSAGE_BYTES = 32 * 2**20
+"""Smaller tensors share messages of about this size, whose sending takes far longer than the start of a collective."""
 
 
 def refuse_unbroadcastable(model: nn.Module, *, accepts_expanded: bool) -> None:
@@ -48,7 +54,7 @@ def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | N
         return f"is {x.dtype}", "use int32, int64 or a float type of 16 bits or more"
     if x.is_conj():
         return "is a conjugate view", "use resolve_conj()"
-    if _is_expanded(x):
+    if _expanded_dimensions(x):
         return None if accepts_expanded else ("is expanded: its elements share memory", "use contiguous()")
     if torch.empty_like(x, device="meta").stride() != x.stride():
         return "is a view with gaps between its elements", "use contiguous()"
@@ -82,12 +88,87 @@ def place(module: nn.Module, device: torch.device) -> None:
                 each.data = each.data.to(device)
 
 
-def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:
-    """Overwrite tensors with rank 0's values, in place; one collective per tensor, in the same order on every rank."""
-    with torch.no_grad():
-        works: list[Any] = [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
+def broadcast_from_rank_0(tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite tensors with rank 0's values, in place; a collective of few messages, in one order on all ranks."""
+    for message in _messages([_as_sent(tensor.detach()) for tensor in tensors]):
+        _send(message, functools.partial(dist.broadcast, src=0))
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view in a dtype that can be concatenated and sent on every device.
+
+    On CUDA, `torch.cat` and `torch._foreach_copy_` lack some one-byte float types and complex32.
+    """
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _messages(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Divide tensors into messages, each of one dtype and device.
+
+    The messages depend on shapes, dtypes and devices, but not on strides: a weight may be transposed on one rank only.
+    Small tensors share messages. A large one is sent alone, so that it need not be copied.
+    """
+    messages: list[list[torch.Tensor]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    bytes_filled = Counter[tuple[torch.dtype, torch.device]]()
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        if tensor.nbytes >= _ALONE_BYTES:
+            messages.append([tensor])
+            continue
+        kind = tensor.dtype, tensor.device
+        filling.setdefault(kind, []).append(tensor)
+        bytes_filled[kind] += tensor.nbytes
+        if bytes_filled[kind] >= _MESSAGE_BYTES:
+            messages.append(filling.pop(kind))
+            del bytes_filled[kind]
+    return [*messages, *filling.values()]
+
+
+@torch.no_grad()
+def _send(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+    """Run a collective on a flat tensor of the elements of all these tensors, and copy its result to the tensors.
+
+    NCCL takes contiguous tensors only. A contiguous tensor that is sent alone is overwritten by the collective itself.
+
+    Args:
+        tensors: of one dtype and device, without gradients.
+        collective: overwrites a flat or contiguous tensor, the same on all ranks.
+    """
+    # An inference tensor has no version.
+    versioned = tuple([tensor for tensor in tensors if not tensor.is_inference()])
+    # Autograd is not to know of the new values: batch norm has saved its statistics for a backward that does not use
+    # them, and that would refuse a later version of them.
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned):
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            collective(tensors[0])
+            return
+        flat_parts = [tensor.flatten() for tensor in tensors]
+        flat = flat_parts[0] if len(tensors) == 1 else torch.cat(flat_parts)
+        collective(flat)
+        results = torch.split(flat, [tensor.numel() for tensor in tensors])
+        targets, values = list[torch.Tensor](), list[torch.Tensor]()
+        for tensor, value in zip(tensors, results, strict=True):
+            dimensions = _expanded_dimensions(tensor)
+            targets.append(_first_along(tensor, dimensions))
+            values.append(_first_along(value.view(tensor.shape), dimensions))
+        torch._foreach_copy_(targets, values)
+
+
+def _expanded_dimensions(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions along which the elements of a tensor share memory."""
+    sizes_and_strides = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dimension for dimension, (size, stride) in sizes_and_strides if size > 1 and stride == 0]
+
+
+def _first_along(tensor: torch.Tensor, dimensions: Iterable[int]) -> torch.Tensor:
+    """Return a view of the first element along each of these dimensions, which keep the size 1."""
+    for dimension in dimensions:
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 class RegisteredBuffers:
@@ -101,40 +182,22 @@ class RegisteredBuffers:
         self._registrations = [(module._buffers, name) for module in model.modules() for name in module._buffers]
 
     def broadcast(self) -> None:
-        """Overwrite the buffers with rank 0's; one collective per dtype and device."""
-        self._send(self._present(), functools.partial(dist.broadcast, src=0))
+        """Overwrite the buffers with rank 0's."""
+        broadcast_from_rank_0(self._present())
 
     def average(self) -> None:
-        """Overwrite floating buffers with their mean over the ranks; one collective per dtype and device."""
-        floating = [each for each in self._present() if each.is_floating_point()]
+        """Overwrite floating buffers with their mean over the ranks."""
 
         def mean(flat: torch.Tensor) -> None:
             flat /= dist.get_world_size()
             dist.all_reduce(flat)
 
-        self._send(floating, mean)
+        floating = [buffer.detach() for buffer in self._present() if buffer.is_floating_point()]
+        for message in _messages(floating):
+            _send(message, mean)
 
     def _present(self) -> list[torch.Tensor]:
+        """Return the buffers that have values now, each once, without expanded ones."""
         buffers = [registered.get(name) for registered, name in self._registrations]
-        return list({id(each): each for each in buffers if each is not None and not _is_expanded(each)}.values())
-
-    @staticmethod
-    @torch.no_grad()
-    def _send(buffers: list[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
-        for _, group in itertools.groupby(sorted(buffers, key=_kind), key=_kind):
-            tensors = [each.detach() for each in group]
-            flat = torch.cat([each.flatten() for each in tensors])
-            collective(flat)
-            values = torch.split(flat, [each.numel() for each in tensors])
-            # Batch norm has saved its statistics for a backward that does not use them.
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
-                for each, value in zip(tensors, values, strict=True):
-                    each.copy_(value.view(each.shape))
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tensor.device}"
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        present = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        return [buffer for buffer in present.values() if not _expanded_dimensions(buffer)]

@@ -116,6 +116,10 @@ class FSDPEngine(Engine):
         for module in dict.fromkeys([*fp32, *modules]):
             place(module, device)
             own = [each for each in (*module.parameters(), *module.buffers()) if each not in done]
+            # fully_shard refuses others, such as transposed weights and those in channels_last.
+            for parameter in own:
+                if isinstance(parameter, nn.Parameter) and not parameter.is_contiguous():
+                    parameter.data = parameter.data.contiguous()
             broadcast_from_rank_0(own)
             kind: Any = type(module)
             fully_shard(
