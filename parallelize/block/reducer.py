@@ -38,7 +38,7 @@ from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Reduction
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.context import current
-from parallelize.runtime.process_group import separate_group
+from parallelize.runtime.process_group import GroupPurpose, separate_group
 from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
 
@@ -152,8 +152,7 @@ class Reducer:
         self._log: list[Any] = []  # parameters whose gradients have accumulated, in order
         self.slots: dict[int, Slot] = {}
         self.models: dict[int, _Model] = {}
-        run = current()
-        self._group = separate_group(run.world, run.device) if models else None
+        self._group_by_device_type: dict[str, Any] = {}
         self._is_running = False  # whether a pass is
         self._is_alone = False  # whether no other block is open, which would send at times of its own
         self._hooks = contextlib.ExitStack()
@@ -174,6 +173,17 @@ class Reducer:
                     own.append(slot)
                     self._hooks.callback(_add_hook(each, self._log.append).remove)
             self.models[id(model)] = _Model(own, reduction)
+        self._make_groups()
+
+    def _make_groups(self) -> None:
+        """Get a group for the parameters on the run's device, and one for those on the CPU, if there are some."""
+        run = current()
+        for slot in self.slots.values():
+            device = slot.parameter.device
+            if device.type == run.device.type:
+                device = run.device
+            if device.type not in self._group_by_device_type:
+                self._group_by_device_type[device.type] = separate_group(run.world, device, GroupPurpose.TRAINING)
 
     def close(self) -> None:
         """Remove the hooks, and the references in cycles: parameters are freed with the last one of the user's."""
@@ -326,11 +336,12 @@ class Reducer:
         flat = _flatten([*gradients, _flags(present, gradients[0].dtype, gradients[0].device)])
         dtype = entry.reduction.dtype
         bucket.flat = flat if dtype is None or flat.is_complex() else flat.to(dtype)
+        group = self._group_by_device_type[flat.device.type]
         if entry.reduction.is_ordered and self._size > 2:  # two numbers have one sum
-            bucket.work = _TreeSum(bucket.flat, self._size, self._group)
+            bucket.work = _TreeSum(bucket.flat, self._size, group)
             return
         bucket.flat.mul_(1.0 / self._size)
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        bucket.work = dist.all_reduce(bucket.flat, group=group, async_op=True)
 
 
 class _TreeSum:

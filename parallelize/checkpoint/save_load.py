@@ -38,7 +38,7 @@ from parallelize.runtime import context
 from parallelize.runtime.containers import is_entangled, leaves, map_leaves
 from parallelize.runtime.gather import gather_objects
 from parallelize.runtime.group_abort import is_interrupted
-from parallelize.runtime.process_group import separate_group
+from parallelize.runtime.process_group import GroupPurpose, separate_group
 from parallelize.runtime.rng import global_generators
 from parallelize.torch_patches.forward import route_of
 
@@ -133,7 +133,7 @@ def gather(value: Any) -> list[Any]:
     if num_processes() == 1 or is_interrupted():
         return [value]
     run = context.current()
-    return gather_objects(value, group=separate_group(run.world, run.device, backend="gloo"))
+    return gather_objects(value, group=separate_group(run.world, run.device, GroupPurpose.COMPARISONS))
 
 
 @contextlib.contextmanager
@@ -214,8 +214,8 @@ def prepare_save(
     from parallelize.checkpoint.shards import write_folder  # takes a second to import: only if sharded
 
     run = context.current()
-    backend = "cpu:gloo" if stage else "gloo"  # of each backend there is one group, which one thread uses
-    group = separate_group(run.world, run.device, backend=backend) if has_shards and len(rng) > 1 else None
+    purpose = GroupPurpose.BACKGROUND_SAVES if stage else GroupPurpose.COMPARISONS
+    group = separate_group(run.world, run.device, purpose) if has_shards and len(rng) > 1 else None
     return functools.partial(write_folder, path, folder, content, group, own_rank)
 
 

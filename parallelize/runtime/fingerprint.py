@@ -19,7 +19,7 @@ from torch import nn
 from parallelize.errors import SyncError
 from parallelize.runtime import context
 from parallelize.runtime.gather import gather_objects
-from parallelize.runtime.process_group import separate_group
+from parallelize.runtime.process_group import GroupPurpose, separate_group
 from parallelize.runtime.user_line import user_stacklevel
 
 __all__ = ["differences", "digest", "fingerprint", "require_same_model", "warn_if_trained_apart"]
@@ -68,7 +68,7 @@ def differences(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     # Read in one piece: each copy from a device waits for it.
     local = torch.stack([each.to(found[-1].device) for each in found]).cpu()
     rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, local, group=separate_group(run.world, run.device, backend="gloo"))
+    dist.all_gather(rows, local, group=separate_group(run.world, run.device, GroupPurpose.COMPARISONS))
     is_other = torch.stack(rows) != rows[0]  # (ranks, tensors)
     return [(index, int(is_other[:, index].nonzero()[0])) for index in is_other.any(0).nonzero().flatten().tolist()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import itertools
 import logging
@@ -35,7 +36,15 @@ from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.save import atomic_saves
 from parallelize.torch_patches.step import StepCount, after_step
 
-__all__ = ["Rendezvous", "bound_device", "default_store", "process_group", "separate_group"]
+__all__ = [
+    "GroupPurpose",
+    "Rendezvous",
+    "bound_device",
+    "default_store",
+    "process_group",
+    "separate_group",
+    "subgroup_of_this_rank",
+]
 
 _log = logging.getLogger("parallelize")
 
@@ -109,13 +118,18 @@ def bound_device(world: World, layout: Layout) -> torch.device | None:
     """Return the one device that this process drives, if not gloo carries its tensors; else None.
 
     NCCL then connects its ranks at once, not in the first collective, and new groups are split from the default group.
+    A process that is alone has nobody to connect to. NCCL's communicator, which costs a second and memory of the
+    device, is left to the first collective of a device's tensor, which is the user's. `barrier()` of a group that is
+    not bound uses the CPU's backend; without one it would warn, so that a group without one is bound.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
     """
     device, *others = layout.devices[world.local_rank]
     backend = layout.process_group_backend
     is_gloo = backend == "gloo" or f"{device.type}:gloo" in backend
-    return None if others or device.type == "cpu" or is_gloo else device
+    if others or device.type == "cpu" or is_gloo:
+        return None
+    return None if world.world_size == 1 and "cpu:" in backend else device
 
 
 def _signed_objects(key: bytes | None) -> contextlib.AbstractContextManager[None]:
@@ -199,8 +213,9 @@ def _timeout_of_new_groups(timeout: timedelta) -> Iterator[None]:
 
 _group_ids = itertools.count()
 
-# The separate groups of each default group, by their backends.
-_separate_groups: weakref.WeakKeyDictionary[Any, dict[str | None, Any]] = weakref.WeakKeyDictionary()
+# The separate groups of each default group, by their purposes and backends.
+_separate_groups: weakref.WeakKeyDictionary[Any, dict[tuple[GroupPurpose, str | None], Any]]
+_separate_groups = weakref.WeakKeyDictionary()
 _watch_ids = itertools.count()
 _CLOSE_WAIT_S = 1.0
 
@@ -231,25 +246,84 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def separate_group(world: World, device: torch.device, *, backend: str | None = None) -> Any:
-    """Return a group of all ranks beside the default group, one for each backend; all ranks must call this.
+class GroupPurpose(enum.Enum):
+    """Who uses a group beside the default one.
 
-    The user's collectives, such as those of a model's backward, may come between its collectives in any order.
+    Two users of one group would have to send in one order on all ranks. The order of the user's collectives, of a
+    reducer's in backward and of another thread's is not the same on all ranks, so that each has a group of its own.
+    """
+
+    TRAINING = enum.auto()
+    """Gradients of a `Reducer`; under fsdp, what the user's code gathers. Its tensors are on one type of device."""
+
+    OFFLOADED = enum.auto()
+    """What the user's code gathers under fsdp with `cpu_offload=True`. Its tensors are on the device and on the CPU."""
+
+    COMPARISONS = enum.auto()
+    """Fingerprints, and the objects and shards of a checkpoint that the main thread writes. Its tensors are on the CPU.
+    Hang detection tells a rank that compares from one that trains."""
+
+    BACKGROUND_SAVES = enum.auto()
+    """What the thread that writes checkpoints in the background sends. Its tensors are on the CPU."""
+
+
+def separate_group(world: World, device: torch.device, purpose: GroupPurpose) -> Any:
+    """Return the group of all ranks for a purpose; all ranks must call this.
 
     Args:
         world: the ranks.
-        device: the device of this process.
-        backend: as for torch.distributed.new_group; None: that of the default group.
+        device: a device of this process. Under `TRAINING`, that of the tensors to be sent.
+        purpose: who uses the group.
     """
+    groups = _separate_groups.setdefault(dist.group.WORLD, {})
+    backend = _backend_of(purpose, device)
+    if (purpose, backend) not in groups:
+        with _meeting_for_new_groups(world, device) as timeout:
+            groups[purpose, backend] = dist.new_group(backend=backend, timeout=timeout)
+    return groups[purpose, backend]
+
+
+def subgroup_of_this_rank(
+    world: World, device: torch.device, purpose: GroupPurpose, ranks_of_groups: Sequence[Sequence[int]], *, name: str
+) -> Any:
+    """Return a new group of some ranks, this one among them; all ranks must call this.
+
+    Args:
+        world: the ranks.
+        device: as for `separate_group`.
+        purpose: as for `separate_group`.
+        ranks_of_groups: the ranks of each group. Each rank of the world is in one group.
+        name: description of the groups.
+    """
+    with _meeting_for_new_groups(world, device) as timeout:
+        make: Any = dist.new_subgroups_by_enumeration
+        own_group, _ = make(ranks_of_groups, timeout=timeout, backend=_backend_of(purpose, device), group_desc=name)
+    return own_group
+
+
+def _backend_of(purpose: GroupPurpose, device: torch.device) -> str | None:
+    """Return the backend of a group, as for torch.distributed.new_group; None: those of the default group.
+
+    Those of the default group, "cpu:gloo,cuda:nccl", connect all ranks by gloo once more. For tensors on one type of
+    device, its own backend is enough. No name has a device in it: if the default group is bound to a device, each group
+    must have a backend for that device. "gloo" has one for each device, and "cpu:gloo" has not.
+    """
+    if purpose is GroupPurpose.OFFLOADED:
+        return None
+    if purpose is GroupPurpose.TRAINING:
+        backend_by_device_type = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        return backend_by_device_type.get(device.type)
+    return "gloo"
+
+
+@contextlib.contextmanager
+def _meeting_for_new_groups(world: World, device: torch.device) -> Iterator[timedelta]:
+    """Wait for all ranks, which make groups in the block; yield the timeout of the default group."""
+    # Hang detection sees a rank that waits in a collective, and not one that waits for a new group.
+    dist.all_reduce(torch.zeros(3, dtype=torch.int32, device=device))
     default: Any = dist.group.WORLD
-    groups = _separate_groups.setdefault(default, {})
-    if backend not in groups:
-        # Hang detection sees a rank that waits in a collective, and not one that waits for a new group.
-        dist.all_reduce(torch.zeros(3, dtype=torch.int32, device=device))
-        with _gloo_interface(_reachable(world)):
-            timeout = default._get_backend(device).options._timeout
-            groups[backend] = dist.new_group(backend=backend, timeout=timeout)
-    return groups[backend]
+    with _gloo_interface(_reachable(world)):
+        yield default._get_backend(device).options._timeout
 
 
 def _reachable(world: World) -> World:

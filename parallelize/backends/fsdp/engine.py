@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from typing_extensions import override
 
@@ -35,7 +35,7 @@ from parallelize.runtime import differentiable
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.fingerprint import differences, digest, fingerprint
-from parallelize.runtime.process_group import separate_group
+from parallelize.runtime.process_group import GroupPurpose, separate_group, subgroup_of_this_rank
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 
 if TYPE_CHECKING:
@@ -364,15 +364,42 @@ _meshes_of: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
 def _meshes(options: FSDPBackend, world: World, device: torch.device) -> list[DeviceMesh]:
     """Return the meshes of fully_shard and of what the user's code sends, which has a group of its own."""
     size = options.ranks_per_copy(world)
+    # Offloaded rows are on the CPU, where DTensor's own methods send them, such as `full_tensor()`.
+    purpose = GroupPurpose.OFFLOADED if options.cpu_offload else GroupPurpose.TRAINING
+    # In the names, so that meshes with other groups are not equal.
+    suffix = "_offloaded" if options.cpu_offload else ""
     if size == world.world_size:
-        groups = {"shard": dist.group.WORLD, "rows": separate_group(world, device)}
+        groups = {"shard": dist.group.WORLD, f"rows{suffix}": separate_group(world, device, purpose)}
         return [DeviceMesh.from_group(each, device.type, mesh_dim_names=(name,)) for name, each in groups.items()]
     meshes = _meshes_of.setdefault(dist.group.WORLD, {})
     # Cached: DTensor's caches treat equal meshes as one, and would use the process groups of an earlier mesh.
-    if size not in meshes:
-        shape, names = (world.world_size // size, size), ("replicate", "shard")
-        meshes[size] = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return [meshes[size]] * 2
+    if (size, purpose) not in meshes:
+        # (copies, ranks of a copy)
+        ranks = torch.arange(world.world_size).view(-1, size)
+        meshes[size, purpose] = _mesh_of_ranks(
+            world, device, purpose, ranks, names=(f"replicate{suffix}", f"shard{suffix}")
+        )
+    return [meshes[size, purpose]] * 2
+
+
+def _mesh_of_ranks(
+    world: World, device: torch.device, purpose: GroupPurpose, ranks: torch.Tensor, *, names: tuple[str, str]
+) -> DeviceMesh:
+    """Return the mesh of a matrix of ranks, whose columns and rows have groups for a purpose.
+
+    `init_device_mesh` would split a default group that is bound to a device, and hand NCCL's options to its gloo half,
+    too (`_init_one_process_group` in torch's device_mesh.py), which gloo refuses or leaves out with a warning.
+
+    Args:
+        world: the ranks.
+        device: the device of this process.
+        purpose: of the groups.
+        ranks: each rank of the world, once.
+        names: of the groups of columns, and of those of rows.
+    """
+    column = subgroup_of_this_rank(world, device, purpose, ranks.T.tolist(), name=names[0])
+    row = subgroup_of_this_rank(world, device, purpose, ranks.tolist(), name=names[1])
+    return DeviceMesh.from_group([column, row], device.type, ranks, mesh_dim_names=names)
 
 
 def _policies(options: FSDPBackend, inner: Inner) -> tuple[Any, Any]:

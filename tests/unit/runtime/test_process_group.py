@@ -57,6 +57,13 @@ def test_nccl_is_bound_to_the_device_of_its_process(options: dict[str, Any], bou
     assert bound_device(World(rank=1, local_rank=1, world_size=2, local_world_size=2), layout) == bound
 
 
+@pytest.mark.parametrize(("backend", "bound"), [(None, None), ("nccl", torch.device("cuda", 0)), ("gloo", None)])
+def test_a_process_that_is_alone_connects_to_nobody(backend: str | None, bound: torch.device | None) -> None:
+    """It has a communicator from its first collective on a GPU; without gloo, `barrier()` would warn if it had none."""
+    layout = compute_layout(Config.parse(gpus=1, process_group_backend=backend), Hardware("cuda", 2))
+    assert bound_device(World(), layout) == bound
+
+
 def test_a_process_with_several_devices_is_bound_to_none() -> None:
     """Its tensors are on each of them."""
     layout = compute_layout(Config.parse(gpus=2, backend="dp"), Hardware("cuda", 2))
