@@ -26,15 +26,26 @@ __all__ = ["differences", "digest", "fingerprint", "require_same_model", "warn_i
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
-_MAX_ELEMENTS = 2**18  # of a part of which a sum is computed at once: its copies are small, and stay in caches
+
+_MAX_ELEMENTS = 2**18
+"""Size of a part of a tensor on the CPU, of which a sum is computed at once. Its copies stay in the caches."""
+
+_MAX_ELEMENTS_ON_ACCELERATOR = 2**22
+"""Size of a part on an accelerator. Its ten kernels run for longer than their starts take, in 160 MB of memory."""
 
 # Models that have been in a block of this process.
 _entered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a 0-dim int64 tensor that depends on all elements of the tensors and their positions; 0 for zeros."""
-    parts = [part for each in tensors for part in torch.split(_flat(each.detach()), _MAX_ELEMENTS)]
+    """Return a 0-dim int64 tensor that depends on all elements of the tensors and their positions; 0 for zeros.
+
+    That of a large tensor depends on whether it is on the CPU: ranks compare tensors on the same type of device.
+    """
+    parts = list[torch.Tensor]()
+    for tensor in tensors:
+        size = _MAX_ELEMENTS if tensor.device.type == "cpu" else _MAX_ELEMENTS_ON_ACCELERATOR
+        parts += torch.split(_flat(tensor.detach()), size)
     sums = [torch.zeros((), dtype=torch.int64), *map(_weighted_sum, parts)]
     return _weighted_sum(torch.stack([each.to(sums[-1].device) for each in sums]))
 

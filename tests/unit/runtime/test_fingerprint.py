@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize.runtime import fingerprint as comparison
 
@@ -69,3 +71,21 @@ def test_large_tensors_are_hashed_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert fingerprint(one, -one) != fingerprint(-one, one)
     assert fingerprint(other, -other) != fingerprint(-other, other)
     assert fingerprint(one, other) == fingerprint(VALUES.clone(), torch.ones(2))
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators: on an accelerator, each starts a kernel or makes a view."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", 1600), ("meta", 120)])
+def test_a_large_tensor_of_an_accelerator_takes_few_kernels(device: str, most: int) -> None:
+    """Its parts are larger than those on the CPU; "meta" stands for an accelerator here."""
+    with Operators() as operators:
+        fingerprint(torch.ones(2**24, dtype=torch.uint8, device=device))
+    assert most / 2 < operators.count <= most
