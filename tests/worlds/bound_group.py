@@ -54,8 +54,12 @@ if __name__ == "__main__":
     dist.ProcessGroupGloo.perform_nocolor_split = do_nothing  # type: ignore[attr-defined]  # gloo has none
     dist.init_process_group("cpu:gloo,cuda:pretended")
     dist.group.WORLD.bound_device_id = DEVICE  # type: ignore[union-attr]  # device_id= is refused without a GPU
-    backend = FSDPBackend(shard_over=int(shard_over)) if name == "fsdp" else name
-    train(backend, folder)
+    backends = {
+        "ddp": "ddp",
+        "fsdp": FSDPBackend(shard_over=int(shard_over)),
+        "offloaded": FSDPBackend(shard_over=int(shard_over), cpu_offload=True),
+    }
+    train(backends[name], folder)
     if rank() == 0:
         print([backends_of(group) for group in dist.distributed_c10d._world.pg_map])
     dist.destroy_process_group()

@@ -116,7 +116,7 @@ class FSDPEngine(Engine):
         for module in dict.fromkeys([*fp32, *modules]):
             place(module, device)
             own = [each for each in (*module.parameters(), *module.buffers()) if each not in done]
-            # fully_shard refuses others, such as transposed weights and those in channels_last.
+            # fully_shard refuses parameters that are not contiguous: transposed ones, those in channels_last.
             for parameter in own:
                 if isinstance(parameter, nn.Parameter) and not parameter.is_contiguous():
                     parameter.data = parameter.data.contiguous()
