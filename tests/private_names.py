@@ -40,6 +40,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_dynamo": ("import it before workers are forked", "every rank starts a second later"),
     },
     "torch.cuda": {
+        "_is_in_bad_fork": ("tell that a fork server has initialized CUDA", "forked workers cannot use GPUs then"),
         "_lazy_call": ("give back states of generators on GPUs", "a call from a caller that uses no GPU fails"),
         "_lazy_seed_tracker": ("find the states given back", "a second call draws the same numbers on GPUs"),
     },

@@ -30,6 +30,6 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that kernels which refuse CUDA are replaced
         cuda_api.install(library)
-        collectives.install()
+        collectives.install(library)
         rnn_cells.install()
         sync_batch_norm.install()

@@ -1,110 +1,67 @@
-"""CUDA tensors over gloo, in the order of NCCL: a collective runs on a stream of its own, and the host goes on."""
+"""Process groups of device tensors, which are made where torch makes those of NCCL and gloo."""
 
 from __future__ import annotations
 
-import functools
-import sys
+import pickle
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.constants
+import torch.distributed.distributed_c10d as c10d
 
 __all__ = ["install"]
 
-# The operators of c10d whose tensors are on the device; the first argument holds what the operator returns.
-OPERATORS = [
-    "allgather_",
-    "allgather_coalesced_",
-    "allgather_into_tensor_coalesced_",
-    "_allgather_base_",
-    "allreduce_",
-    "allreduce_coalesced_",
-    "alltoall_",
-    "alltoall_base_",
-    "barrier",
-    "broadcast_",
-    "gather_",
-    "recv_",
-    "recv_any_source_",
-    "reduce_",
-    "reduce_scatter_",
-    "reduce_scatter_tensor_coalesced_",
-    "_reduce_scatter_base_",
-    "scatter_",
-    "send",
-]
-# Kept for as long as the process lives: they end with the object.
-LIBRARIES: list[torch.library.Library] = []
+# The name of a gloo group that carries the values of NCCL's: gloo's recorder is not asked about it.
+CARRIER = "fake-nccl/"
 
 
-def install() -> None:
-    """Give each collective an implementation for CUDA tensors, and make gloo their default process group."""
-    library = torch.library.Library("c10d", "IMPL")
-    for name in OPERATORS:
-        library.impl(name, functools.partial(_through_host, getattr(torch.ops.c10d, name).default), "CUDA")
-    LIBRARIES.append(library)
-    dist.Backend.default_device_backend_map["cuda"] = "gloo"
+def install(library: Any) -> None:
+    """Give torch a class for NCCL's groups, and the groups of gloo a part for device tensors."""
+    c10d.ProcessGroupNCCL = torch._C._distributed_c10d.ProcessGroupNCCL = library.ProcessGroupNCCL
+    c10d._NCCL_AVAILABLE = True
+    timeout = timedelta(minutes=10)
+    c10d.default_pg_nccl_timeout = dist.constants.default_pg_nccl_timeout = timeout
+    _carry_device_tensors_of_gloo(library)
+    _record(library)
 
 
-def _through_host(operator: Any, *args: Any) -> Any:
-    """Run a collective as NCCL's process group does: on a stream of its own, for which only `Work.wait()` waits.
+def _carry_device_tensors_of_gloo(library: Any) -> None:
+    """Let a group of gloo have a part for tensors of the device, which waits for the host as gloo does."""
+    register = dist.ProcessGroup._register_backend
 
-    The stream waits for the current one, and keeps the memory of all tensors. The values are exchanged at once.
-    """
-    tensors = [each for each in _tensors(args) if each.is_cuda]
-    device = tensors[0].device
-    stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for each in tensors:
-            each.record_stream(stream)
-        on_host = [_to_host(each) for each in args]
-        found = operator(*on_host)
-        is_work_only = not isinstance(found, tuple)
-        work = found if is_work_only else found[-1]
-        if operator is torch.ops.c10d.send.default:
-            return work  # ends when the receiver has taken the copy, which gloo keeps
-        dist.distributed_c10d.Work.unbox(work).wait()
-        for before, after in zip(args, on_host, strict=True):
-            _copy_back(before, after)
-        done = _completed(args[0])
-    return done if is_work_only else (args[0], done)
+    def register_backend(self: Any, device: torch.device, kind: Any, backend: Any) -> None:
+        if device.type == "cuda" and isinstance(backend, dist.ProcessGroupGloo):
+            backend, kind = library.DeviceGroup(backend, False, backend.options), dist.ProcessGroup.BackendType.CUSTOM
+        register(self, device, kind, backend)
+
+    dist.ProcessGroup._register_backend = register_backend  # type: ignore[method-assign]  # in place of torch's
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+def _record(library: Any) -> None:
+    """Answer for NCCL's recorder, and leave the carriers out of gloo's."""
+    of_gloo = torch._C._distributed_c10d._dump_fr_trace
+
+    def dump_nccl_trace(includeCollectives: bool = True, **_: Any) -> bytes:  # noqa: N803 - torch's names
+        entries = library.recorded()
+        status: dict[str, dict[str, int]] = {}
+        for entry in entries:
+            if not entry["is_p2p"]:
+                last = status.setdefault(entry["process_group"][0], dict.fromkeys(STATUS, 0))
+                last["last_enqueued_collective"] = last["last_started_collective"] = entry["collective_seq_id"]
+                if entry["state"] == "completed":
+                    last["last_completed_collective"] = entry["collective_seq_id"]
+        return pickle.dumps({"entries": entries if includeCollectives else [], "pg_status": status})
+
+    def dump_fr_trace(*args: Any, **kwargs: Any) -> bytes:
+        trace = pickle.loads(of_gloo(*args, **kwargs))
+        entries = trace.get("entries", ())
+        trace["entries"] = [each for each in entries if not each["process_group"][0].startswith(CARRIER)]
+        return pickle.dumps(trace)
+
+    torch._C._distributed_c10d._dump_nccl_trace = dump_nccl_trace
+    torch._C._distributed_c10d._dump_fr_trace = dump_fr_trace
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [each for item in value for each in _tensors(item)] if isinstance(value, (list, tuple)) else []
-
-
-def _to_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        is_plain = value.is_cuda and not value.is_sparse
-        return sys.modules["fake_cuda_library"].sent(value) if is_plain else value.cpu()
-    return [_to_host(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def _copy_back(to: Any, value: Any) -> None:
-    if isinstance(to, torch.Tensor):
-        if to.is_cuda and to.is_sparse:
-            to.copy_(value)
-        elif to.is_cuda:
-            sys.modules["fake_cuda_library"].received(to, value)
-    elif isinstance(to, (list, tuple)):
-        for first, second in zip(to, value, strict=True):
-            _copy_back(first, second)
-
-
-def _completed(results: Any) -> Any:
-    """Return a Work whose future has the device's tensors, and whose wait() makes the current stream wait for this one.
-
-    DDP reads its buckets from there.
-    """
-    tensors = [results] if isinstance(results, torch.Tensor) else list(results)
-    devices = {each.device for each in _tensors(tensors) if each.is_cuda}
-    future: torch.futures.Future[Any] = torch.futures.Future(devices=sorted(devices, key=str))
-    future.set_result(tensors)
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+STATUS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")

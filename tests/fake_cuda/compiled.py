@@ -48,8 +48,17 @@ def library() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"compiling the pretended CUDA into {folder}", file=sys.stderr, flush=True)
         flags = ["-O1", "-g0", "-w"]
+        # dlopen("libcudart.so.13") finds a library that is loaded under this name.
+        linked = ["-Wl,-soname,libcudart.so.13"]
         # Two processes that compile at once wait for each other: torch locks the folder.
-        cpp_extension.load(NAME, list(map(str, sources)), flags, build_directory=str(folder), is_python_module=False)
+        cpp_extension.load(
+            NAME,
+            list(map(str, sources)),
+            flags,
+            extra_ldflags=linked,
+            build_directory=str(folder),
+            is_python_module=False,
+        )
     return built
 
 

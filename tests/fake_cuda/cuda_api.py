@@ -18,7 +18,7 @@ import torch.cuda.streams
 import torch.version
 from typing_extensions import Self
 
-__all__ = ["install"]
+__all__ = ["install", "registered_bytes"]
 
 PHYSICAL_DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "2"))
 MEMORY = 8 << 30
@@ -61,12 +61,13 @@ def install(library: ModuleType) -> None:
     """
     _answer(**_devices(library), **_memory(library), **_streams(), **_graphs(), **_replicas())
     torch._C._has_cuda = True
+    torch.cuda._is_in_bad_fork = torch._C._cuda_isInBadFork
     torch.version.cuda = "13.0"
     cuda = torch.cuda
     cuda._cudart = SimpleNamespace(
         cudaMemGetInfo=functools.partial(_free_memory, library),
-        cudaHostRegister=lambda *_: 0,  # pins memory
-        cudaHostUnregister=lambda *_: 0,
+        cudaHostRegister=_register,
+        cudaHostUnregister=_unregister,
     )
     cuda._exchange_device = torch._C._cuda_exchangeDevice
     cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice
@@ -83,6 +84,25 @@ def install(library: ModuleType) -> None:
     _storages(library)
 
 
+# Address -> bytes of memory of the host that is page-locked for the device.
+_registered: dict[int, int] = {}
+
+
+def _register(address: int, size: int, _flags: int) -> int:
+    _registered[address] = size
+    return 0
+
+
+def _unregister(address: int) -> int:
+    _registered.pop(address, None)
+    return 0
+
+
+def registered_bytes() -> int:
+    """Return the bytes of memory that this process has page-locked."""
+    return sum(_registered.values())
+
+
 def _answer(**answers: Any) -> None:
     for name, each in answers.items():
         setattr(torch._C, name, each)
@@ -91,11 +111,18 @@ def _answer(**answers: Any) -> None:
 def _devices(library: ModuleType) -> dict[str, Any]:
     forked: list[bool] = []
 
+    def poison_fork() -> None:
+        os.register_at_fork(after_in_child=lambda: forked.append(True))
+
     def init() -> None:
         if library.device_count() == 0:
             raise RuntimeError("No CUDA GPUs are available")
         torch.cuda.default_generators = tuple(map(library.default_generator, range(library.device_count())))
-        os.register_at_fork(after_in_child=lambda: forked.append(True))
+        poison_fork()
+
+    def device_count() -> int:
+        poison_fork()  # the driver is asked
+        return library.device_count()
 
     def exchange(device: int) -> int:
         before = library.current_device()
@@ -105,7 +132,7 @@ def _devices(library: ModuleType) -> dict[str, Any]:
     return {
         "_cuda_init": init,
         "_cuda_isInBadFork": lambda: bool(forked),
-        "_cuda_getDeviceCount": library.device_count,
+        "_cuda_getDeviceCount": device_count,
         "_cuda_getDevice": library.current_device,
         "_cuda_setDevice": library.set_current_device,
         "_cuda_exchangeDevice": exchange,

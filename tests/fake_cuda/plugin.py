@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,13 @@ def take_reports() -> list[str]:
     found = path.read_text().splitlines()
     path.unlink()
     return found
+
+
+def pytest_configure() -> None:
+    """Give each of several processes that run tests at once a file of its own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and "FAKE_CUDA_REPORT" in os.environ:
+        os.environ["FAKE_CUDA_REPORT"] += f"-{worker}"
 
 
 def pytest_report_header() -> str:
@@ -41,3 +48,11 @@ def accesses_are_ordered() -> Iterator[None]:
     yield
     if found := take_reports():
         pytest.fail("unordered accesses to device memory:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def host_waits() -> Callable[[], int]:
+    """Return how often the host has waited for a device; in a worker, call `fake_cuda.counters.host_waits`."""
+    from fake_cuda import counters
+
+    return counters.host_waits

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cublas import take_workspaces
 from torch import nn
 
 from parallelize import AutoBackend, parallel_model, plan
@@ -111,12 +112,13 @@ def predicted_bytes(samples: int, caplog: pytest.LogCaptureFixture) -> float:
 
 @contextlib.contextmanager
 def limited(size: float) -> Iterator[None]:
-    """Limit what this process allocates on each GPU, in bytes."""
+    """Limit what this process allocates on each GPU, in bytes beside what it has."""
     devices = range(torch.cuda.device_count())
     gc.collect()
     torch.cuda.empty_cache()
     for device in devices:
-        torch.cuda.set_per_process_memory_fraction(size / torch.cuda.mem_get_info(device)[1], device)
+        most = torch.cuda.memory_allocated(device) + size
+        torch.cuda.set_per_process_memory_fraction(most / torch.cuda.mem_get_info(device)[1], device)
     try:
         yield
     finally:
@@ -136,6 +138,7 @@ def test_a_model_that_needs_more_than_predicted(
     """It is split over the devices, and not an error of memory."""
     caplog.set_level(logging.INFO, "parallelize")
     samples = 2048
+    take_workspaces("cuda:0", "cuda:1")
     size = predicted_bytes(samples, caplog)
     monkeypatch.setattr(_Workspace, "copies", 0.4 * size / (4 * samples * WIDTH))
     x = torch.randn(samples, WIDTH)

@@ -34,23 +34,9 @@ print(train.all_ranks())
 """
 
 
-# A torch of CUDA asks the driver for both, and refuses CUDA in processes that are forked afterwards.
-AS_ON_CUDA = """
-import torch
-
-torch.cuda._is_in_bad_fork = torch._C._cuda_isInBadFork
-
-def count_by_the_driver():
-    torch._C._cuda_init()
-    return 2
-
-torch._C._cuda_getDeviceCount = count_by_the_driver
-"""
-
-
 def script_with(package: str, folder: Path, run_script: Run) -> list[str]:
     """Run the script beside a package of one file, by the name of one that the fork server imports."""
-    (folder / "timm.py").write_text(AS_ON_CUDA + package)
+    (folder / "timm.py").write_text(f"import torch\n{package}")
     return run_script(SCRIPT, env={"PYTHONDONTWRITEBYTECODE": "1"}, timeout_s=100).stdout.splitlines()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +122,70 @@ def test_losses_of_parts_are_joined_without_a_wait(backend: Backend) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+
+
+class Net(nn.Module):
+    """Two layers, and one that a pass may leave out."""
+
+    def __init__(self, *, uses_all: bool = True) -> None:
+        super().__init__()
+        self.first, self.last, self.extra = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4)
+        self.uses_all = uses_all
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(self.first(x).relu())
+        return self.extra(y) if self.uses_all else y
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return batches on the device."""
+    return [(torch.randn(8, 8, device=device()), torch.randint(4, (8,), device=device())) for _ in range(count)]
+
+
+@distributed(gpus=2)
+def waits_per_step(
+    options: dict[str, Any], *, reduction: str, fused: bool, micro_batches: int, uses_all: bool
+) -> float:
+    """Train, and return how often the host has waited in a step of the last ones."""
+    from fake_cuda.counters import host_waits
+
+    model, data, before = Net(uses_all=uses_all), batches(WARM_UP + STEPS), 0
+    with parallel_model(model, **options):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        for number, (x, y) in enumerate(data):
+            if number == WARM_UP:
+                before = host_waits()
+            optimizer.zero_grad()
+            for part, labels in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+                F.cross_entropy(model(part), labels, reduction=reduction).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        found = host_waits() - before
+    return found / STEPS
+
+
+flags = "the flags of unused parameters are read at the end of backward"
+unused = pytest.mark.xfail(strict=True, raises=AssertionError, reason=flags)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        pytest.param({"backend": "ddp"}, {}, id="ddp"),
+        pytest.param({"backend": "fsdp"}, {}, id="fsdp"),
+        pytest.param({"backend": "ddp", "amp": "fp16"}, {}, id="ddp, fp16"),
+        pytest.param({"backend": "fsdp", "amp": "fp16"}, {}, id="fsdp, fp16"),
+        pytest.param({"backend": "ddp", "amp": "O2"}, {}, id="ddp, O2"),
+        pytest.param({"backend": "ddp", "average": "tokens"}, {}, id="tokens"),
+        pytest.param({"backend": "ddp", "average": "sum"}, {"reduction": "sum"}, id="sum"),
+        pytest.param({"backend": "fsdp", "average": "sum"}, {"reduction": "sum"}, id="fsdp, sum"),
+        pytest.param({"backend": "ddp"}, {"micro_batches": 2}, id="accumulation"),
+        pytest.param({"backend": "ddp"}, {"uses_all": False}, id="unused parameters", marks=unused),
+    ],
+)
+@pytest.mark.skipif("FAKE_CUDA" not in os.environ, reason="needs the counter of tests/fake_cuda")
+def test_no_step_waits(options: dict[str, Any], more: dict[str, Any], fused: bool) -> None:
+    """With every way to average, precision and backend."""
+    given: dict[str, Any] = {"reduction": "mean", "micro_batches": 1, "uses_all": True, **more}
+    assert waits_per_step.all_ranks(options, fused=fused, **given) == [0, 0]

@@ -367,7 +367,7 @@ def _meshes(options: FSDPBackend, world: World, device: torch.device) -> list[De
     # Offloaded rows are on the CPU, where DTensor's own methods send them, such as `full_tensor()`.
     purpose = GroupPurpose.OFFLOADED if options.cpu_offload else GroupPurpose.TRAINING
     # In the names, so that meshes with other groups are not equal.
-    suffix = "_offloaded" if options.cpu_offload else ""
+    suffix = " offloaded" if options.cpu_offload else ""
     if size == world.world_size:
         groups = {"shard": dist.group.WORLD, f"rows{suffix}": separate_group(world, device, purpose)}
         return [DeviceMesh.from_group(each, device.type, mesh_dim_names=(name,)) for name, each in groups.items()]

@@ -2,6 +2,7 @@
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -9,8 +10,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,6 +26,7 @@ thread_local int the_device = 0;
 thread_local int64_t the_stream_ids[kMostDevices] = {};
 std::atomic<int64_t> next_stream_id{1};
 std::atomic<int> the_sync_debug_mode{0};
+std::atomic<int64_t> the_host_waits{0};
 std::atomic<double> the_memory_fractions[kMostDevices] = {1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0};
 
 int physical_devices() {
@@ -127,6 +131,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override { return make_stream(index_of(device), 0); }
   // Unlike CUDA's pool of 32, no stream is given out twice: no order comes from a coincidence.
   c10::Stream getNewStream(c10::Device device, int) const override {
+    make_context(index_of(device));
     return make_stream(index_of(device), next_stream_id++);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
@@ -137,19 +142,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const c10::Stream& stream) const override {
-    host_waits(fake_cuda::record(key_of(stream)));
-    return true;
+    make_context(stream.device_index());
+    return has_ended(fake_cuda::record(key_of(stream)));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     check_sync("a stream's synchronize");
-    queryStream(stream);
+    make_context(stream.device_index());
+    host_waits(fake_cuda::record(key_of(stream)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     check_sync("a device's synchronize");
+    make_context(device < 0 ? the_device : device);
     host_waits_for_device(device < 0 ? the_device : device);
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    make_context(stream.device_index());
     if (*event == nullptr) *event = new Clock;
     *static_cast<Clock*>(*event) = fake_cuda::record(key_of(stream));
   }
@@ -157,12 +165,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) stream_waits(key_of(stream), *static_cast<Clock*>(event));
   }
   bool queryEvent(void* event) const override {
-    if (event != nullptr) host_waits(*static_cast<Clock*>(event));
-    return true;
+    return event == nullptr || has_ended(*static_cast<Clock*>(event));
   }
+  // Only the wait for an event after which nothing was launched lets the device run dry.
   void synchronizeEvent(void* event) const override {
-    check_sync("an event's synchronize");
-    queryEvent(event);
+    if (event == nullptr) return;
+    auto& clock = *static_cast<Clock*>(event);
+    if (is_latest(clock)) check_sync("an event's synchronize");
+    host_waits(clock);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
   double elapsedTime(void* first, void* last, const c10::DeviceIndex) const override {
@@ -222,7 +232,46 @@ struct Hooks : at::CUDAHooksInterface {
   void deviceSynchronize(c10::DeviceIndex device) const override { host_waits_for_device(device); }
 };
 
+// The bytes of CUBLAS_WORKSPACE_CONFIG, such as ":4096:8": pairs of KiB and a number. Default: that of a GPU of sm_90.
+size_t workspace_bytes() {
+  auto text = std::getenv("CUBLAS_WORKSPACE_CONFIG");
+  if (text == nullptr) return size_t{32} << 20;
+  size_t total = 0;
+  unsigned kib = 0, count = 0;
+  int length = 0;
+  for (; std::sscanf(text, ":%u:%u%n", &kib, &count, &length) == 2; text += length) total += size_t{kib} * count << 10;
+  return total;
+}
+
+// As torch does before each product where algorithms are to be deterministic.
+void check_cublas_config() {
+  auto& context = at::globalContext();
+  auto text = std::getenv("CUBLAS_WORKSPACE_CONFIG");
+  auto is_fixed = text != nullptr && (std::string(text) == ":4096:8" || std::string(text) == ":16:8");
+  if (!context.deterministicAlgorithms() || is_fixed) return;
+  auto message =
+      "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+      "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS "
+      "and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set an environment variable "
+      "before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8.";
+  TORCH_CHECK(context.deterministicAlgorithmsWarnOnly(), message);
+  TORCH_WARN(message);
+}
+
 } // namespace
+
+// Each stream has a workspace of its own, which torch allocates at its first product and keeps (CublasHandlePool.cpp).
+void use_cublas() {
+  check_cublas_config();
+  static auto& streams = *new std::set<StreamKey>;
+  Lock lock(state_mutex());
+  auto stream = current_stream(the_device);
+  if (!streams.insert(stream).second) return;
+  auto bytes = workspace_bytes();
+  if (bytes == 0) return;
+  check_memory(the_device, bytes);
+  allocate_workspace(the_device, stream, bytes);
+}
 
 int device_count() {
   return static_cast<int>(devices().size());
@@ -286,7 +335,15 @@ const at::Generator& default_generator(int device) {
 }
 
 void set_sync_debug_mode(int mode) {
+  if (mode != 0) {
+    TORCH_WARN_ONCE(
+        "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations");
+  }
   the_sync_debug_mode = mode;
+}
+
+int64_t host_wait_count() {
+  return the_host_waits;
 }
 
 int sync_debug_mode() {
@@ -294,6 +351,7 @@ int sync_debug_mode() {
 }
 
 void check_sync(const char* what) {
+  ++the_host_waits;
   TORCH_CHECK(the_sync_debug_mode != 2, "called a synchronizing CUDA operation: ", what);
   if (the_sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation: ", what);
 }

@@ -31,6 +31,11 @@ const at::Generator& default_generator(int device);
 void set_sync_debug_mode(int mode);
 int sync_debug_mode();
 void check_sync(const char* what);
+// How often the host has waited for a device in this process, whatever the mode.
+int64_t host_wait_count();
+
+// Called by products of matrices on the current stream, before they launch their kernel.
+void use_cublas();
 
 // Replaces the answers "torch was built without CUDA".
 void install_hooks();

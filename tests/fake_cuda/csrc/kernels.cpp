@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "durations.h"
+#include "pending.h"
 #include "tensors.h"
 
 namespace fake_cuda {
@@ -36,6 +37,11 @@ const std::set<std::string> kSynchronizes{
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::equal", "aten::bincount", "aten::repeat_interleave"};
 
+// Products of matrices, which cuBLAS computes.
+const std::set<std::string> kProducts{
+    "aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::baddbmm_", "aten::addbmm", "aten::mv",
+    "aten::addmv", "aten::addmv_", "aten::dot", "aten::_addmm_activation"};
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
@@ -45,15 +51,26 @@ class Call {
     find_device();
     const c10::DeviceGuard guard(device_);
     const KernelGuard kernels;
-    if (kSynchronizes.count(name()) > 0) check_sync(name().c_str());
+    auto synchronizes = kSynchronizes.count(name()) > 0;
+    if (synchronizes) check_sync(name().c_str());
+    if (kProducts.count(name()) > 0) use_cublas();
     auto is_kernel = !returns_view();
     auto operations = is_kernel ? fake_cuda::operations(name(), given()) : Operations{};
-    work_ = launch(current_stream(device_.index()), name().c_str(), is_kernel ? launch_ms() : 0);
+    auto engine = is_kernel ? Engine::kCompute : Engine::kNone;
+    work_ = launch(current_stream(device_.index()), name().c_str(), is_kernel ? launch_ms() : 0, engine);
+    originals_ = given().vec();
     for (size_t i = 0; i < arguments_.size(); ++i) argument(i) = to_host(argument(i), arguments_[i].alias_info());
-    compute();
+    if (synchronizes) host_waits(record(work_.stream));
     auto& returns = op_.schema().returns();
+    if (is_kernel && is_pending(accesses_)) {
+      if (!synchronizes && compute_later()) {
+        prolong(work_, kernel_ms(device_.index(), operations, elements(returns.size()), bytes(returns.size())));
+        return;
+      }
+      wait_for(accesses_);
+    }
+    compute();
     if (is_kernel) prolong(work_, kernel_ms(device_.index(), operations, elements(returns.size()), bytes(returns.size())));
-    if (kSynchronizes.count(name()) > 0) host_waits(record(work_.stream));
     for (auto each = stack_.end() - returns.size(); each != stack_.end(); ++each) *each = to_device(std::move(*each));
   }
 
@@ -126,6 +143,7 @@ class Call {
     auto is_write = alias != nullptr && alias->isWrite();
     auto is_view = alias != nullptr && !is_write; // shares the memory with the result, and neither reads nor writes it
     if (!is_view) touch_tensor(tensor, work_, is_write);
+    if (!is_view && tensor.numel() > 0) accesses_.push_back(access_of(tensor, is_write));
     auto is_fresh_output = is_write && tensor.numel() == 0;
     auto host = is_fresh_output ? at::empty(tensor.sizes(), tensor.options().device(c10::kCPU)) : host_alias(tensor);
     passed_.push_back({tensor, host, is_fresh_output});
@@ -174,6 +192,119 @@ class Call {
     host.set_state(before);
   }
 
+  // Lets the kernel run when the collectives have ended whose results it reads. The host needs to know what it returns:
+  // arguments that are written, or new tensors, whose sizes the operator's kernel for torch.device("meta") tells.
+  bool compute_later() {
+    auto is_random = generator_.defined() || op_.hasTag(at::Tag::nondeterministic_seeded);
+    auto resizes = std::any_of(passed_.begin(), passed_.end(), [](auto& each) { return each.is_fresh_output; });
+    if (is_random || resizes) return false;
+    std::vector<IValue> results;
+    std::vector<Tensor> made; // on the device, in the order of the results
+    if (!written_arguments(results) && !new_results(results, made)) return false;
+    std::vector<Tensor> hosts;
+    for (auto& each : made) {
+      touch_tensor(each, work_, true);
+      accesses_.push_back(access_of(each, true));
+      hosts.push_back(host_alias(each));
+    }
+    torch::jit::Stack arguments(stack_.begin() + begin_, stack_.end());
+    auto kernel = [op = op_, arguments, hosts]() mutable {
+      const KernelGuard kernels;
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+      size_t next = 0;
+      auto keep = [&](const Tensor& result) {
+        if (next < hosts.size() && result.defined()) hosts[next++].copy_(result);
+      };
+      for (auto& result : arguments) {
+        if (result.isTensor()) keep(result.toTensor());
+        if (!result.isTensorList()) continue;
+        for (auto& each : result.toTensorVector()) keep(each);
+      }
+    };
+    stack_.erase(stack_.begin() + begin_, stack_.end());
+    stack_.insert(stack_.end(), results.begin(), results.end());
+    enqueue(work_, accesses_, std::move(kernel));
+    return true;
+  }
+
+  // Whether everything that is returned is an argument which the operator writes.
+  bool written_arguments(std::vector<IValue>& results) const {
+    for (auto& each : op_.schema().returns()) {
+      auto* alias = each.alias_info();
+      if (alias == nullptr) return false;
+      auto same = [&](auto& argument) {
+        return argument.alias_info() != nullptr && argument.alias_info()->beforeSets() == alias->beforeSets();
+      };
+      auto found = std::find_if(arguments_.begin(), arguments_.end(), same);
+      if (found == arguments_.end()) return false;
+      results.push_back(originals_[found - arguments_.begin()]);
+    }
+    return true;
+  }
+
+  bool new_results(std::vector<IValue>& results, std::vector<Tensor>& made) {
+    static auto& unknown = *new std::set<std::string>; // operators without such a kernel
+    auto full_name = c10::toString(op_.operator_name());
+    results.clear();
+    for (auto& each : op_.schema().returns()) {
+      auto type = each.type();
+      auto is_tensor = type->isSubtypeOf(*c10::TensorType::get()) || type->isSubtypeOf(*c10::ListType::ofTensors());
+      if (!is_tensor || each.alias_info() != nullptr) return false;
+    }
+    if (op_.schema().returns().empty()) return false;
+    {
+      Lock lock(state_mutex());
+      if (unknown.count(full_name) > 0) return false;
+    }
+    torch::jit::Stack stack;
+    for (auto& each : originals_) stack.push_back(to_meta(each));
+    try {
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    } catch (const std::exception&) {
+      Lock lock(state_mutex());
+      unknown.insert(full_name);
+      return false;
+    }
+    for (auto& each : stack) results.push_back(like_meta(each, made));
+    return true;
+  }
+
+  IValue to_meta(const IValue& value) const {
+    auto convert = [](const Tensor& tensor) -> Tensor {
+      if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+      return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
+    };
+    if (value.isTensor()) return convert(value.toTensor());
+    if (value.isTensorList()) {
+      c10::List<Tensor> moved;
+      for (auto& each : value.toTensorVector()) moved.push_back(convert(each));
+      return moved;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> moved;
+      for (auto each : value.toOptionalTensorVector())
+        moved.push_back(each ? std::optional<Tensor>(convert(*each)) : std::nullopt);
+      return moved;
+    }
+    if (value.isDevice()) return c10::Device(c10::kMeta);
+    return value;
+  }
+
+  IValue like_meta(const IValue& value, std::vector<Tensor>& made) const {
+    auto convert = [&](const Tensor& meta) -> Tensor {
+      if (!meta.defined()) return meta;
+      Tensor result = at::detail::empty_strided_generic(
+          meta.sizes(), meta.strides(), device_allocator(), kKeys, meta.scalar_type());
+      made.push_back(result);
+      return result;
+    };
+    if (value.isTensor()) return convert(value.toTensor());
+    if (!value.isTensorList()) return value;
+    c10::List<Tensor> moved;
+    for (auto& each : value.toTensorVector()) moved.push_back(convert(each));
+    return moved;
+  }
+
   Tensor to_device(const Tensor& result) {
     if (!result.defined() || !result.is_cpu() || (target_.has_value() && !target_->is_cuda())) return result;
     for (auto& each : passed_) {
@@ -216,6 +347,8 @@ class Call {
   at::Generator generator_;
   Work work_{};
   std::vector<Passed> passed_;
+  std::vector<IValue> originals_; // the arguments on the device
+  std::vector<Access> accesses_;
 };
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

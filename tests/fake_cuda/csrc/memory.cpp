@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "durations.h"
+#include "pending.h"
 #include "tensors.h"
 
 namespace fake_cuda {
@@ -36,6 +39,7 @@ void resize_storage(const Tensor& tensor, size_t bytes) {
   auto memory = device_allocator()->allocate(bytes);
   auto kept = std::min(bytes, storage.nbytes());
   if (kept > 0) {
+    wait_for({{block_of(storage.data()), false}});
     auto work = launch(stream_of(tensor), "resize_", launch_ms());
     touch(storage.data(), work, false);
     touch(memory.get(), work, true);
@@ -43,21 +47,6 @@ void resize_storage(const Tensor& tensor, size_t bytes) {
   }
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(bytes);
-}
-
-Tensor sent(const Tensor& tensor) {
-  Lock lock(state_mutex());
-  auto work = launch(stream_of(tensor), "a collective", launch_ms());
-  touch_tensor(tensor, work, false);
-  return host_alias(tensor).clone();
-}
-
-void received(const Tensor& tensor, const Tensor& values) {
-  const KernelGuard kernels;
-  Lock lock(state_mutex());
-  auto work = launch(stream_of(tensor), "a collective", launch_ms());
-  touch_tensor(tensor, work, true);
-  host_alias(tensor).copy_(values);
 }
 
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef symbolic, std::optional<at::MemoryFormat> format) {
@@ -99,8 +88,7 @@ void record_stream(Tensor& self, c10::Stream stream) {
 
 at::Scalar item(const Tensor& self) {
   check_sync("item");
-  Lock lock(state_mutex());
-  auto work = launch(stream_of(self), "item", launch_ms());
+  auto work = launch(stream_of(self), "item", launch_ms(), Engine::kCopyOut);
   touch_tensor(self, work, false);
   host_waits(record(work.stream));
   return host_alias(self).item();
@@ -111,23 +99,42 @@ double transfer_ms(const Tensor& to, const Tensor& from) {
   return fake_cuda::transfer_ms(device(from), device(to), static_cast<double>(to.numel() * to.itemsize()));
 }
 
+// Copies on a device or between devices, as soon as both sides have their values.
+void copy_values(const Tensor& to, const Tensor& from, const Work& work) {
+  touch_tensor(from, work, false);
+  touch_tensor(to, work, true);
+  std::vector<Access> accesses{access_of(from, false), access_of(to, true)};
+  if (!is_pending(accesses)) {
+    Lock lock(state_mutex());
+    host_alias(to).copy_(host_alias(from));
+    return;
+  }
+  enqueue(work, accesses, [to = host_alias(to), from = host_alias(from)]() mutable {
+    const KernelGuard kernels;
+    to.copy_(from);
+  });
+}
+
 // Both devices' current streams are ordered with the copy, as in CUDA.
 void copy_between_devices(const Tensor& to, const Tensor& from) {
   auto source = stream_of(from), target = stream_of(to);
   stream_waits(source, record(target));
-  auto work = launch(source, "copy_ between devices", transfer_ms(to, from));
-  touch_tensor(from, work, false);
-  touch_tensor(to, work, true);
-  host_alias(to).copy_(host_alias(from));
+  copy_values(to, from, launch(source, "copy_ between devices", transfer_ms(to, from), Engine::kCopyOut));
   stream_waits(target, record(source));
 }
 
+void copy_on_device(const Tensor& to, const Tensor& from) {
+  auto ms = launch_ms() + kernel_ms(to.device().index(), {}, 0, 2.0 * to.numel() * to.itemsize());
+  copy_values(to, from, launch(stream_of(to), "copy_", ms, Engine::kCompute));
+}
+
 void copy_to_device(const Tensor& to, const Tensor& from, bool is_deferred) {
-  auto work = launch(stream_of(to), "copy_ to the device", transfer_ms(to, from));
+  auto work = launch(stream_of(to), "copy_ to the device", transfer_ms(to, from), Engine::kCopyIn);
   touch_tensor(to, work, true);
+  wait_for({access_of(to, true)});
   if (!is_deferred) {
-    host_alias(to).copy_(from);
     host_waits(record(work.stream));
+    host_alias(to).copy_(from);
     return;
   }
   auto copy = [to = host_alias(to), from = host_alias(from)]() mutable {
@@ -138,18 +145,24 @@ void copy_to_device(const Tensor& to, const Tensor& from, bool is_deferred) {
 }
 
 void copy_to_host(const Tensor& to, const Tensor& from, bool is_deferred) {
-  auto work = launch(stream_of(from), "copy_ to the host", transfer_ms(to, from));
+  auto work = launch(stream_of(from), "copy_ to the host", transfer_ms(to, from), Engine::kCopyOut);
   touch_tensor(from, work, false);
   if (!is_deferred) {
-    host_alias(to).copy_(host_alias(from));
     host_waits(record(work.stream));
+    host_alias(to).copy_(host_alias(from));
     return;
   }
-  auto values = host_alias(from).clone();
+  // The values are those of now; a host that has waited for the stream has waited for the task, too.
+  auto values = std::make_shared<Tensor>();
+  auto keep = [values, from = host_alias(from)] {
+    const KernelGuard kernels;
+    *values = from.clone();
+  };
+  is_pending({access_of(from, false)}) ? (void)enqueue(work, {access_of(from, false)}, keep) : keep();
   if (to.is_non_overlapping_and_dense()) std::memset(to.mutable_data_ptr(), 0xff, to.nbytes());
   defer(work, nullptr, to.storage().data(), [to = host_alias(to), values]() mutable {
     const KernelGuard kernels;
-    to.copy_(values);
+    to.copy_(*values);
   });
 }
 
@@ -158,23 +171,12 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const KernelGuard kernels;
   auto from = source.sizes() == self.sizes() ? source : source.expand_as(self);
   if (self.is_cuda() && from.is_cuda()) {
-    Lock lock(state_mutex());
-    if (self.device() != from.device()) {
-      copy_between_devices(self, from);
-      return self;
-    }
-    auto device = self.device().index();
-    auto ms = launch_ms() + kernel_ms(device, {}, 0, 2.0 * self.numel() * self.itemsize());
-    auto work = launch(stream_of(self), "copy_", ms);
-    touch_tensor(from, work, false);
-    touch_tensor(self, work, true);
-    host_alias(self).copy_(host_alias(from));
+    self.device() == from.device() ? copy_on_device(self, from) : copy_between_devices(self, from);
     return self;
   }
   auto& host = self.is_cuda() ? from : self;
   auto is_deferred = non_blocking && is_pinned(host.storage().data());
   if (!is_deferred) check_sync(self.is_cuda() ? "a copy to the device" : "a copy to the host");
-  Lock lock(state_mutex());
   self.is_cuda() ? copy_to_device(self, from, is_deferred) : copy_to_host(self, from, is_deferred);
   return self;
 }

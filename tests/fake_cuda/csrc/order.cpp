@@ -1,6 +1,7 @@
 #include "order.h"
 
 #include "durations.h"
+#include "pending.h"
 
 #include <unistd.h>
 
@@ -26,6 +27,7 @@ struct Block {
   int device;
   StreamKey stream; // on which it was allocated; only this stream reuses it
   size_t bytes;
+  bool is_released = false;        // while pending work still touches it
   bool has_write = false;
   Work write{};                    // the last one
   std::map<StreamKey, Work> reads; // since the last write, the last of each stream
@@ -48,6 +50,7 @@ struct Deferred {
 struct State {
   std::recursive_mutex mutex;
   std::map<StreamKey, Clock> streams;
+  std::map<std::pair<int, Engine>, double> engines; // of each device: the simulated time when it is free, in ms
   Clock host; // one for all threads
   std::map<void*, Block> blocks;
   std::map<std::tuple<StreamKey, size_t>, std::vector<void*>> cached;
@@ -56,6 +59,7 @@ struct State {
   std::map<int, Statistics> statistics;
   std::set<std::string> reported;
   std::set<int> contexts; // devices
+  std::map<std::string, int64_t> launches; // by name
 };
 
 // Never destroyed: threads may free memory while the process exits.
@@ -96,18 +100,8 @@ std::string describe(const Work& work, bool is_write) {
       (stream == 0 ? ", default stream" : ", stream " + std::to_string(stream));
 }
 
-// Appends to the file that tests read: one channel for this process and the workers that it starts.
-void report(const std::string& text) {
-  if (!state().reported.insert(text).second) return;
-  auto path = std::getenv("FAKE_CUDA_REPORT");
-  if (auto file = path ? std::fopen(path, "a") : nullptr) {
-    std::fprintf(file, "process %d: %s\n", getpid(), text.c_str());
-    std::fclose(file);
-  }
-}
-
 void report(const Work& later, bool later_writes, const Work& earlier, bool earlier_wrote) {
-  report(describe(later, later_writes) + " is not ordered after " + describe(earlier, earlier_wrote));
+  fake_cuda::report(describe(later, later_writes) + " is not ordered after " + describe(earlier, earlier_wrote));
 }
 
 // Runs a deferred copy, and before it those of its stream that were issued earlier.
@@ -147,22 +141,46 @@ void run_deferred_writes(const void* block) {
 
 } // namespace
 
+void report(const std::string& text) {
+  Lock lock(state_mutex());
+  if (!state().reported.insert(text).second) return;
+  auto path = std::getenv("FAKE_CUDA_REPORT");
+  if (auto file = path ? std::fopen(path, "a") : nullptr) {
+    std::fprintf(file, "process %d: %s\n", getpid(), text.c_str());
+    std::fclose(file);
+  }
+}
+
 std::recursive_mutex& state_mutex() {
   return state().mutex;
 }
 
-Work launch(StreamKey stream, const char* name, double ms) {
+Work launch(StreamKey stream, const char* name, double ms, Engine engine) {
   Lock lock(state_mutex());
   auto& clock = state().streams[stream];
+  ++state().launches[name];
   if (ms > 0) state().host.ms += host_ms();
   join(clock, state().host);
-  clock.ms += ms;
+  if (engine != Engine::kNone) {
+    auto& free_at = state().engines[{static_cast<int>(stream >> 40), engine}];
+    clock.ms = free_at = std::max(clock.ms, free_at) + ms;
+  } else {
+    clock.ms += ms;
+  }
   return {stream, ++clock.finished[stream], name};
+}
+
+int64_t launch_count(const std::string& name) {
+  Lock lock(state_mutex());
+  return state().launches[name];
 }
 
 void prolong(const Work& work, double ms) {
   Lock lock(state_mutex());
-  state().streams[work.stream].ms += ms;
+  auto& clock = state().streams[work.stream];
+  clock.ms += ms;
+  auto& free_at = state().engines[{static_cast<int>(work.stream >> 40), Engine::kCompute}];
+  free_at = std::max(free_at, clock.ms);
 }
 
 Clock record(StreamKey stream) {
@@ -177,18 +195,35 @@ void stream_waits(StreamKey stream, const Clock& clock) {
 }
 
 void host_waits(const Clock& clock) {
+  wait_for(clock);
   Lock lock(state_mutex());
   join(state().host, clock);
   run_deferred([](const Deferred& each) { return has_finished(state().host, each.work); });
 }
 
 void host_waits_for_device(int device) {
-  Lock lock(state_mutex());
   Clock all;
-  for (auto& [stream, clock] : state().streams) {
-    if (stream >> 40 == device) join(all, clock);
+  {
+    Lock lock(state_mutex());
+    for (auto& [stream, clock] : state().streams) {
+      if (stream >> 40 == device) join(all, clock);
+    }
   }
   host_waits(all);
+}
+
+bool is_latest(const Clock& clock) {
+  Lock lock(state_mutex());
+  for (auto& [stream, time] : clock.finished) {
+    if (state().streams[stream].finished[stream] > time) return false;
+  }
+  return true;
+}
+
+bool has_ended(const Clock& clock) {
+  if (!have_ended(clock)) return false;
+  host_waits(clock);
+  return true;
 }
 
 double elapsed_ms(const Clock& first, const Clock& last) {
@@ -204,6 +239,13 @@ double elapsed_ms(const Clock& first, const Clock& last) {
 
 void* allocate(int device, StreamKey stream, size_t bytes) {
   Lock lock(state_mutex());
+  auto block = allocate_workspace(device, stream, bytes);
+  std::memset(block, 0xff, rounded(bytes));
+  return block;
+}
+
+void* allocate_workspace(int device, StreamKey stream, size_t bytes) {
+  Lock lock(state_mutex());
   auto size = rounded(bytes);
   auto& free_blocks = state().cached[{stream, size}];
   void* block = nullptr;
@@ -215,7 +257,6 @@ void* allocate(int device, StreamKey stream, size_t bytes) {
     if (block == nullptr) throw std::bad_alloc();
     state().blocks[block] = Block{device, stream, size};
   }
-  std::memset(block, 0xff, size);
   auto& statistics = state().statistics[device];
   statistics.current += size;
   statistics.peak = std::max(statistics.peak, statistics.current);
@@ -235,6 +276,16 @@ void release(void* memory) {
   }
   block.recorded.clear();
   state().statistics[block.device].current -= block.bytes;
+  block.is_released = true;
+  if (!is_pending({{memory, true}})) reuse_if_released(memory);
+}
+
+void reuse_if_released(void* memory) {
+  Lock lock(state_mutex());
+  auto found = state().blocks.find(memory);
+  if (found == state().blocks.end() || !found->second.is_released) return;
+  auto& block = found->second;
+  block.is_released = false;
   state().cached[{block.stream, block.bytes}].push_back(memory);
 }
 
@@ -276,6 +327,11 @@ void touch(const void* address, const Work& work, bool is_write) {
   block.reads.clear();
   block.has_write = true;
   block.write = work;
+}
+
+void* block_of(const void* address) {
+  Lock lock(state_mutex());
+  return base_of(state().blocks, address);
 }
 
 int device_of(const void* address) {
@@ -328,6 +384,13 @@ void release_pinned(void* memory) {
 bool is_pinned(const void* address) {
   Lock lock(state_mutex());
   return base_of(state().pinned, address) != nullptr;
+}
+
+size_t pinned_bytes() {
+  Lock lock(state_mutex());
+  size_t total = 0;
+  for (auto& [_, each] : state().pinned) total += each.is_released ? 0 : each.bytes;
+  return total;
 }
 
 void defer(const Work& work, const void* block, const void* pinned, std::function<void()> copy) {

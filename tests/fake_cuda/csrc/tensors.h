@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "device.h"
+#include "pending.h"
 
 namespace fake_cuda {
 
@@ -46,15 +47,16 @@ inline void touch_tensor(const Tensor& tensor, const Work& work, bool is_write) 
   if (tensor.numel() > 0) touch(tensor.storage().data(), work, is_write);
 }
 
+inline Access access_of(const Tensor& tensor, bool is_write) {
+  return {block_of(tensor.storage().data()), is_write};
+}
+
 inline StreamKey stream_of(const Tensor& tensor) {
   return current_stream(tensor.device().index());
 }
 
 // UntypedStorage.resize_, of the storage of a tensor: new memory starts as NaN, and none is left for 0 bytes.
 void resize_storage(const Tensor& tensor, size_t bytes);
-// What a collective reads and writes on the current stream, for which the host does not wait.
-Tensor sent(const Tensor& tensor);
-void received(const Tensor& tensor, const Tensor& values);
 // Tensor.resize_: never shrinks the memory.
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef symbolic, std::optional<at::MemoryFormat> format);
 
