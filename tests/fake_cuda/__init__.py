@@ -28,7 +28,7 @@ It cannot show:
   draws random numbers, or whose sizes torch cannot tell from those of its arguments, waits for the collective whose
   result it needs, and so does a copy from memory that is not pinned. Groups of gloo hold the host, as gloo does.
 - cuDNN, cuBLAS and their precisions (TF32, the accumulation of fp16), Triton and `torch.compile` for CUDA: the numbers
-  are those of the CPU's kernels, and parts of a batch have the same bits at any address.
+  are those of the CPU's kernels, products of 16 bits in fp32, and parts of a batch have the same bits at any address.
 - CUDA graphs.
 - Fragmentation: memory runs out when the allocated bytes reach `torch.cuda.set_per_process_memory_fraction` of 8 GiB.
 - Speed: events measure a simulated time, in which copies run at 25 GB/s, `torch.cuda._sleep` at 1 GHz, kernels take

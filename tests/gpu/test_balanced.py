@@ -365,7 +365,7 @@ def encoder() -> nn.Module:
     ("make", "shape", "amp"),
     [
         (linear, (512, 512), False),
-        (linear, (512, 512), "bf16"),
+        (linear, (2048, 512), "bf16"),
         (linear, (64, 512), False),
         (linear, (64, 512), "bf16"),
         (convolutional, (32, 3, 32, 32), False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +51,17 @@ if __name__ == "__main__":
 """
 
 
-def drawn(tmp_path: Path, how: str, count: int, *begins: str) -> tuple[list[object], bool]:
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the script, in a file."""
+    path = tmp_path_factory.mktemp("random_states") / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@functools.cache
+def drawn(script: Path, how: str, count: int, *begins: str) -> tuple[list[object], bool]:
     """Return what a script draws, and whether its calls have initialized CUDA there."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     command = [sys.executable, "-W", "ignore", str(script), how, str(count), *begins]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -63,22 +71,22 @@ def drawn(tmp_path: Path, how: str, count: int, *begins: str) -> tuple[list[obje
 
 @pytest.mark.parametrize("begins", [(), ("begins",)], ids=["caller without CUDA", "caller with CUDA"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_calls_draw_the_numbers_of_one_process(tmp_path: Path, count: int, begins: tuple[str, ...]) -> None:
+def test_calls_draw_the_numbers_of_one_process(script: Path, count: int, begins: tuple[str, ...]) -> None:
     """A second call draws the next numbers, then the caller; a seed of the caller's counts for the next call."""
-    plain, _ = drawn(tmp_path, "plain", count, *begins)
+    plain, _ = drawn(script, "plain", 1, *begins)
     first, second, after, seeded = plain
     assert len({str(each) for each in plain}) == 4
-    values, is_initialized = drawn(tmp_path, "call", count, *begins)
+    values, is_initialized = drawn(script, "call", count, *begins)
     assert values == [first, second, after, seeded]
     assert is_initialized == (count == 1 or bool(begins))
 
 
 @pytest.mark.parametrize("begins", [(), ("begins",)], ids=["caller without CUDA", "caller with CUDA"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_callers_generators_are_left_alone(tmp_path: Path, count: int, begins: tuple[str, ...]) -> None:
+def test_the_callers_generators_are_left_alone(script: Path, count: int, begins: tuple[str, ...]) -> None:
     """With `seed=`, without `update_modules`, and by a call that raises."""
-    (first, *_), _ = drawn(tmp_path, "plain", count, *begins)
+    (first, *_), _ = drawn(script, "plain", 1, *begins)
     for how in ("seed", "not updated", "raises"):
-        (one, two, after, _), _ = drawn(tmp_path, how, count, *begins)
+        (one, two, after, _), _ = drawn(script, how, count, *begins)
         assert one == two
         assert after == first
