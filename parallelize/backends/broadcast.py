@@ -146,7 +146,8 @@ def _send(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], 
         if len(tensors) == 1 and tensors[0].is_contiguous():
             collective(tensors[0])
             return
-        flat_parts = [tensor.flatten() for tensor in tensors]
+        # Without `contiguous`, the flat view of a tensor with gaps, such as x[::2], would have gaps, too.
+        flat_parts = [tensor.contiguous().flatten() for tensor in tensors]
         flat = flat_parts[0] if len(tensors) == 1 else torch.cat(flat_parts)
         collective(flat)
         results = torch.split(flat, [tensor.numel() for tensor in tensors])

@@ -24,6 +24,7 @@ from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
+from parallelize.config.options import backend_by_device_type
 from parallelize.hang_detection.rank_state import Collective
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
@@ -311,8 +312,7 @@ def _backend_of(purpose: GroupPurpose, device: torch.device) -> str | None:
     if purpose is GroupPurpose.OFFLOADED:
         return None
     if purpose is GroupPurpose.TRAINING:
-        backend_by_device_type = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-        return backend_by_device_type.get(device.type)
+        return backend_by_device_type(dist.get_backend_config()).get(device.type)
     return "gloo"
 
 

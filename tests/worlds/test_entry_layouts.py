@@ -199,6 +199,19 @@ def buffers_keep_their_versions() -> None:
 
 
 @check
+def a_buffer_with_gaps_is_sent_without_them() -> None:
+    """One that the program puts in the place of another in the block, and that no other buffer goes with."""
+    whole = torch.full((6,), float(rank()))
+    model = nn.Module()
+    model.register_buffer("every_second", whole[::2])
+    with Collectives() as collectives:
+        RegisteredBuffers(model).broadcast()
+        RegisteredBuffers(model).average()
+    assert collectives.refused == []
+    assert whole.tolist() == [0.0, rank()] * 3
+
+
+@check
 def buffers_in_every_forward() -> None:
     """Buffers of any layout are sent and averaged in training."""
     for how in ("rank0", "mean"):

@@ -76,11 +76,6 @@ void join(Clock& clock, const Clock& other) {
   clock.ms = std::max(clock.ms, other.ms);
 }
 
-bool has_finished(const Clock& clock, const Work& work) {
-  auto found = clock.finished.find(work.stream);
-  return found != clock.finished.end() && found->second >= work.time;
-}
-
 template <typename T>
 void* base_of(std::map<void*, T>& memory, const void* address) {
   auto found = memory.upper_bound(const_cast<void*>(address));
@@ -149,6 +144,11 @@ void report(const std::string& text) {
     std::fprintf(file, "process %d: %s\n", getpid(), text.c_str());
     std::fclose(file);
   }
+}
+
+bool has_finished(const Clock& clock, const Work& work) {
+  auto found = clock.finished.find(work.stream);
+  return found != clock.finished.end() && found->second >= work.time;
 }
 
 std::recursive_mutex& state_mutex() {

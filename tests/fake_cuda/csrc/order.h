@@ -38,6 +38,8 @@ enum class Engine { kNone, kCompute, kCopyIn, kCopyOut };
 // Starts work on a stream: ordered after the stream's earlier work and after all that the host has waited for. The host
 // needs time to issue what takes time, and the work begins when its engine is free.
 Work launch(StreamKey stream, const char* name, double ms, Engine engine = Engine::kNone);
+// Whether work has finished for certain at a point of time.
+bool has_finished(const Clock& clock, const Work& work);
 // How often work of this name has been launched in this process.
 int64_t launch_count(const std::string& name);
 // Lengthens the last work of a stream, a kernel.

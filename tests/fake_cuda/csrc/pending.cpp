@@ -75,11 +75,6 @@ bool conflicts(const Access& access) {
   });
 }
 
-bool is_at(const Clock& clock, const Work& work) {
-  auto found = clock.finished.find(work.stream);
-  return found != clock.finished.end() && found->second >= work.time;
-}
-
 // Removes a task; returns the kernels that may run now.
 std::vector<TaskPtr> end(const TaskPtr& task) {
   Lock lock(state_mutex());
@@ -249,7 +244,7 @@ bool have_ended(const Clock& clock) {
   if (the_count == 0) return true;
   Lock lock(state_mutex());
   auto& tasks = pending().tasks;
-  return std::none_of(tasks.begin(), tasks.end(), [&](auto& task) { return is_at(clock, task->work); });
+  return std::none_of(tasks.begin(), tasks.end(), [&](auto& task) { return has_finished(clock, task->work); });
 }
 
 void wait_for(const Clock& clock) {
@@ -258,7 +253,7 @@ void wait_for(const Clock& clock) {
   {
     Lock lock(state_mutex());
     auto& failed = pending().failed;
-    auto found = std::find_if(failed.begin(), failed.end(), [&](auto& task) { return is_at(clock, task->work); });
+    auto found = std::find_if(failed.begin(), failed.end(), [&](auto& task) { return has_finished(clock, task->work); });
     if (found == failed.end()) return;
     error = (*found)->error;
     failed.erase(found);
