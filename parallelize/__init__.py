@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from parallelize.launchers.ssh import SSHLauncher
     from parallelize.model import no_sync, parallel_model
     from parallelize.plugins.base import Amp
-    from parallelize.runtime.context import device, is_main, local_rank, rank, world_size
+    from parallelize.run.context import device, is_main, local_rank, rank, world_size
     from parallelize.worker.preemption import should_stop
 
 __all__ = [
@@ -114,7 +114,7 @@ _NAMES_BY_MODULE = {
     "launchers.ssh": "SSHLauncher",
     "model": "no_sync parallel_model",
     "plugins.base": "Amp",
-    "runtime.context": "device is_main local_rank rank world_size",
+    "run.context": "device is_main local_rank rank world_size",
     "worker.preemption": "should_stop",
 }
 

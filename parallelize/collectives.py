@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallelize.agreement.fingerprint import digest
+from parallelize.agreement.gather import gather_objects
 from parallelize.errors import ConfigError, SyncError, did_you_mean
+from parallelize.gradients import differentiable
 from parallelize.hang_detection.stack_frames import call_site
-from parallelize.runtime import context, differentiable
-from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.fingerprint import digest
-from parallelize.runtime.gather import gather_objects
+from parallelize.run import context
+from parallelize.run.containers import leaves, map_leaves
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first", "num_processes"]
 

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import wrapt
 from typing_extensions import Unpack
 
+from parallelize.agreement.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.call.module_values import edited_modules
 from parallelize.call.pickling import check_is_plain_function, is_importable
 from parallelize.call.returned import restore, unreturned_warning
@@ -36,8 +37,7 @@ from parallelize.launchers.slurm.job import Job
 from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
 from parallelize.plugins.options import count
-from parallelize.runtime.context import active
-from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
+from parallelize.run.context import active
 from parallelize.worker.in_process import gather_values, run_as_rank, run_in_this_process
 from parallelize.worker.main import refuse_during_task_load
 from parallelize.worker.preemption import handle_stop_signals

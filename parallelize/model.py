@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from parallelize.agreement.fingerprint import require_same_model
+from parallelize.agreement.random_numbers import random_numbers_per_rank
+from parallelize.agreement.unsynced_training import IN_PARALLEL_MODEL, warn_if_unsynced
 from parallelize.backends.broadcast import broadcast_from_rank_0
 from parallelize.backends.logical import same_bits
-from parallelize.block.averaging import Average
 from parallelize.block.block import Block
 from parallelize.block.context import ModelContext, model_context
 from parallelize.block.models import LeafTensor, check_models
@@ -25,14 +27,13 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.data.forgotten import telling_forgotten_loaders
 from parallelize.errors import ConfigError
+from parallelize.gradients.averaging import Average
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction, Session
 from parallelize.plugins.options import choice, flag
-from parallelize.runtime import context
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.fingerprint import require_same_model
-from parallelize.runtime.rng import random_numbers_per_rank, seed_generators
-from parallelize.runtime.torch_compile import exclude_package
-from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
+from parallelize.run import context
+from parallelize.run.context import Runtime
+from parallelize.run.rng import seed_generators
+from parallelize.torch_patches.compile import exclude_package
 from parallelize.torch_patches.forward import route_of
 
 __all__ = ["no_sync", "parallel_model"]
@@ -258,7 +259,13 @@ def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Run
         )
     if layout.config.seed is not None:
         seed_generators(layout.config.seed)
-    return context.activate(Runtime(world or World(), layout))
+    return _new_run(Runtime(world or World(), layout))
+
+
+@contextlib.contextmanager
+def _new_run(run: Runtime) -> Iterator[Runtime]:
+    with context.activate(run), warn_if_unsynced(run.flags):
+        yield run
 
 
 def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:

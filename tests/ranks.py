@@ -24,14 +24,14 @@ import torch
 from torch.distributed import HashStore
 
 from parallelize import distributed
+from parallelize.agreement.plain_values import encoded
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.hang_detection.from_rank_0 import FirstTold, ValuesOfRank0
-from parallelize.runtime.context import Runtime, _active
-from parallelize.runtime.plain_values import encoded
-from parallelize.runtime.rng import global_generators
+from parallelize.run.context import Runtime, _active
+from parallelize.run.rng import global_generators
 
 __all__ = [
     "TORCHRUN",

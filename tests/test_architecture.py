@@ -122,8 +122,8 @@ BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
     (architecture.environment_access, {"parallelize/config/layout.py": "from os import environ"}, "layout uses"),
     (
         architecture.environment_access,
-        {"parallelize/runtime/context.py": ""},
-        "runtime.context is in ENVIRONMENT",
+        {"parallelize/run/context.py": ""},
+        "run.context is in ENVIRONMENT",
     ),
     (architecture.aimless_ignores, {"parallelize/a.py": "x = 1  # noqa"}, "a.py:1"),
     (architecture.aimless_ignores, {"parallelize/a.py": "x = 1  # noqa: E501"}, "a.py:1"),

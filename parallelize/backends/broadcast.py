@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import ConfigError
-from parallelize.runtime import differentiable
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.gradients import differentiable
+from parallelize.run.user_line import user_stacklevel
 
 __all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "place", "refuse_unbroadcastable"]
 

@@ -14,7 +14,7 @@ from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.backends.logical import Parts
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
-from parallelize.runtime.context import current
+from parallelize.run.context import current
 
 __all__ = ["DDP2Backend", "DDPBackend"]
 

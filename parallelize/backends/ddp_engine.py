@@ -13,7 +13,7 @@ from typing_extensions import override
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.plugins.base import Backend, Engine, Inner, Reduction
 from parallelize.plugins.options import Parse, flag, invalid, number
-from parallelize.runtime.context import current
+from parallelize.run.context import current
 from parallelize.torch_patches.forward import SplitAtBuckets
 
 __all__ = ["DTYPES", "DDPOptions", "ReplicatedEngine"]

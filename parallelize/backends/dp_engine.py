@@ -11,9 +11,9 @@ from torch.nn.parallel import DataParallel
 from typing_extensions import override
 
 from parallelize.errors import ConfigError
+from parallelize.gradients.target_counts import attach_count, join_weights, number_on
 from parallelize.plugins.base import Inner, LocalEngine
-from parallelize.runtime.containers import leaves, with_leaves
-from parallelize.runtime.loss_counts import attach_count, join_weights, number_on
+from parallelize.run.containers import leaves, with_leaves
 
 __all__ = ["DPEngine", "data_parallel", "gather_outputs"]
 

@@ -27,13 +27,13 @@ from typing_extensions import override
 
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.errors import ConfigError
+from parallelize.gradients.autograd_graph import MODELS_KEY, has_sparse_gradient, mark_outputs, node_of, nodes_behind
+from parallelize.gradients.target_counts import loss_counts
 from parallelize.plugins.base import Inner, Session
-from parallelize.runtime.autograd_graph import MODELS_KEY, has_sparse_gradient, mark_outputs, node_of, nodes_behind
-from parallelize.runtime.containers import leaves, map_leaves, with_leaves
-from parallelize.runtime.context import Runtime, current
-from parallelize.runtime.loss_counts import loss_counts
-from parallelize.runtime.rng import RNGState, derive_seed, global_generators
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.run.containers import leaves, map_leaves, with_leaves
+from parallelize.run.context import Runtime, current
+from parallelize.run.rng import RNGState, derive_seed, global_generators
+from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 from parallelize.torch_patches.forward import SplitAtBuckets
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.runtime.containers import leaves
+from parallelize.run.containers import leaves
 
 __all__ = ["elapsed_s", "free_bytes", "now", "run_backward", "seconds_of", "shortest"]
 

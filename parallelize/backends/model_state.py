@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize.runtime.containers import leaves
-from parallelize.runtime.rng import RNGState
+from parallelize.run.containers import leaves
+from parallelize.run.rng import RNGState
 
 __all__ = ["ModelState", "named_tensors"]
 

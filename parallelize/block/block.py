@@ -11,23 +11,23 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from parallelize.agreement.fingerprint import require_same_model, warn_if_trained_apart
+from parallelize.agreement.first_step import FirstStep
+from parallelize.agreement.rank_consistency import pending_checks, run_checks
+from parallelize.agreement.verification import Verification
 from parallelize.backends.broadcast import broadcast_from_rank_0
-from parallelize.block.averaging import Average, Averaging
-from parallelize.block.first_step import FirstStep
 from parallelize.block.models import methods_of
-from parallelize.block.reducer import Reducer
-from parallelize.block.verification import Verification
 from parallelize.errors import SyncError
+from parallelize.gradients.autograd_graph import grad_fns_of, node_of
+from parallelize.gradients.averaging import Average, Averaging
+from parallelize.gradients.batch_weights import refuse_left
+from parallelize.gradients.reducer import Reducer
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
-from parallelize.runtime.autograd_graph import grad_fns_of, node_of
-from parallelize.runtime.batch_weights import refuse_left
-from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.fingerprint import require_same_model, warn_if_trained_apart
-from parallelize.runtime.rank_consistency import pending_checks, run_checks
-from parallelize.runtime.startup_summary import StartupSummary
-from parallelize.runtime.torch_compile import traceable
+from parallelize.run.containers import map_leaves
+from parallelize.run.context import Runtime
+from parallelize.run.startup_summary import StartupSummary
 from parallelize.torch_patches.backward import Order, subscribed
+from parallelize.torch_patches.compile import traceable
 from parallelize.torch_patches.forward import (
     Route,
     packed_lengths_on_cpu,

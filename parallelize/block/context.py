@@ -12,8 +12,8 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from parallelize.call.tracebacks import folded_traceback
 from parallelize.errors import ConfigError
-from parallelize.runtime import context
-from parallelize.runtime.group_abort import is_interrupted
+from parallelize.run import context
+from parallelize.run.group_abort import is_interrupted
 
 __all__ = ["ModelContext", "model_context"]
 

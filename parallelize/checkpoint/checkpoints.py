@@ -39,9 +39,9 @@ from parallelize.checkpoint.states import (
 from parallelize.config.options import DURATION_UNITS_S, duration
 from parallelize.errors import ConfigError, ParallelizeError
 from parallelize.plugins.options import flag
-from parallelize.runtime import context
-from parallelize.runtime.threads import begin_on
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.run import context
+from parallelize.run.threads import begin_on
+from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.whole_file import remove_unused
 
 __all__ = ["Checkpoints", "Replay", "StepReplayed", "checkpoints", "replayed"]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallelize.agreement.gather import gather_objects
 from parallelize.checkpoint import files
 from parallelize.checkpoint.record import FORMAT, not_of_save
 from parallelize.checkpoint.states import (
@@ -34,12 +35,11 @@ from parallelize.checkpoint.states import (
 from parallelize.collectives import num_processes
 from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
 from parallelize.plugins.options import flag
-from parallelize.runtime import context
-from parallelize.runtime.containers import is_entangled, leaves, map_leaves
-from parallelize.runtime.gather import gather_objects
-from parallelize.runtime.group_abort import is_interrupted
-from parallelize.runtime.process_group import GroupPurpose, separate_group
-from parallelize.runtime.rng import global_generators
+from parallelize.run import context
+from parallelize.run.containers import is_entangled, leaves, map_leaves
+from parallelize.run.group_abort import is_interrupted
+from parallelize.run.process_group import GroupPurpose, separate_group
+from parallelize.run.rng import global_generators
 from parallelize.torch_patches.forward import route_of
 
 __all__ = ["gather", "load", "load_into", "prepare_save", "rank", "save", "together"]

@@ -40,7 +40,7 @@ from parallelize.call.pickling import cause_of
 from parallelize.checkpoint import files
 from parallelize.checkpoint.states import Named
 from parallelize.errors import ConfigError, ParallelizeError
-from parallelize.runtime.containers import is_entangled, leaves, map_leaves
+from parallelize.run.containers import is_entangled, leaves, map_leaves
 from parallelize.torch_patches.whole_file import (
     SUFFIX,
     TemporaryFile,

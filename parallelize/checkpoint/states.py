@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import ConfigError, Fault
-from parallelize.runtime.containers import is_entangled, leaves, map_leaves
+from parallelize.run.containers import is_entangled, leaves, map_leaves
 from parallelize.torch_patches.forward import route_of
 from parallelize.torch_patches.step import parameters_of
 

@@ -29,7 +29,7 @@ from parallelize.cluster.slurm_allocation import current_allocation
 from parallelize.config.config import ENV_PREFIX, Config
 from parallelize.decorator import distributed
 from parallelize.errors import ConfigError, LaunchError
-from parallelize.runtime.context import device
+from parallelize.run.context import device
 from parallelize.version import __version__
 
 __all__ = [

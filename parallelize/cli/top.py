@@ -32,7 +32,7 @@ import torch.distributed as dist
 from parallelize.errors import list_ranks
 from parallelize.hang_detection.deadlock import awaited_ranks, waiting_line
 from parallelize.hang_detection.rank_state import Collective, RankState
-from parallelize.runtime.live_facts import listed_runs
+from parallelize.run.live_facts import listed_runs
 
 __all__ = ["ask", "show", "state_of", "table", "verdict"]
 

@@ -16,7 +16,7 @@ import torch
 from parallelize.call.task import Outcome, Task
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
-from parallelize.runtime.context import active, current, world_size
+from parallelize.run.context import active, current, world_size
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.step import after_step, parameters_of

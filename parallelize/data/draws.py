@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from parallelize.agreement.plain_values import NotPlain, decoded, encoded
 from parallelize.errors import ConfigError
 from parallelize.hang_detection.from_rank_0 import ValuesOfRank0
-from parallelize.runtime.context import Runtime, active
-from parallelize.runtime.plain_values import NotPlain, decoded, encoded
-from parallelize.runtime.process_group import default_store
-from parallelize.runtime.rng import GeneratorAccess, derive_seed, global_generators
+from parallelize.run.context import Runtime, active
+from parallelize.run.process_group import default_store
+from parallelize.run.rng import GeneratorAccess, derive_seed, global_generators
 
 States = dict[str, Any]
 """Name of a generator -> its state."""

@@ -39,10 +39,10 @@ from torch.utils.data import (
 from parallelize.data.copied_loader import copy_of, is_exactly
 from parallelize.data.same_data import summary_of
 from parallelize.data.units import order_fingerprint, to_python
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.group_abort import is_interrupted
-from parallelize.runtime.process_group import default_store
-from parallelize.runtime.user_line import UserLine, user_line
+from parallelize.run.context import Runtime
+from parallelize.run.group_abort import is_interrupted
+from parallelize.run.process_group import default_store
+from parallelize.run.user_line import UserLine, user_line
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.loaders import unwatched, watching_loaders
 

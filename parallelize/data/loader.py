@@ -15,6 +15,7 @@ import torch
 import wrapt
 from torch.optim.swa_utils import update_bn
 
+from parallelize.agreement.rank_consistency import ConsistencyCheck, run_checks
 from parallelize.data.options import LoaderOptions, Position
 from parallelize.data.prefetch import move_batches
 from parallelize.data.results import gathered, mean_over_samples
@@ -27,11 +28,10 @@ from parallelize.data.same_data import (
 from parallelize.data.source import Pass, Source
 from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
-from parallelize.runtime.batch_weights import BatchWeight, weigh_batches
-from parallelize.runtime.context import is_main
-from parallelize.runtime.rank_consistency import ConsistencyCheck, run_checks
-from parallelize.runtime.startup_summary import ActiveLoader
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.gradients.batch_weights import BatchWeight, weigh_batches
+from parallelize.run.context import is_main
+from parallelize.run.startup_summary import ActiveLoader
+from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.forward import route_of, routed_models
 from parallelize.torch_patches.loaders import unwatched, unwatched_batches
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from parallelize.runtime.containers import map_leaves
+from parallelize.run.containers import map_leaves
 
 
 def move_batches(

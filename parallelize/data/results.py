@@ -22,8 +22,8 @@ from parallelize.collectives import all_gather
 from parallelize.data.source import Pass
 from parallelize.data.units import rows_in_dataset_order
 from parallelize.errors import ConfigError, SyncError
-from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.rng import derive_seed
+from parallelize.run.containers import map_leaves
+from parallelize.run.rng import derive_seed
 
 
 def mean_over_samples(iterated: Pass, value: Any) -> float:

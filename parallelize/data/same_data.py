@@ -28,8 +28,8 @@ from parallelize.data.copied_loader import copy_of
 from parallelize.data.draws import access_of, is_generator, seeded_drawing
 from parallelize.data.source import length_of
 from parallelize.errors import SyncError
-from parallelize.runtime.containers import leaves
-from parallelize.runtime.rng import global_generators
+from parallelize.run.containers import leaves
+from parallelize.run.rng import global_generators
 from parallelize.torch_patches.loaders import unwatched
 
 _SEED = 0

@@ -42,8 +42,8 @@ from parallelize.data.source import Source
 from parallelize.data.streams import BatchIterableSource, IterableStyleSource, own_sharding
 from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
-from parallelize.runtime.context import Runtime, active, current
-from parallelize.runtime.loaders_of_run import LoadersOfRun
+from parallelize.run.context import Runtime, active, current
+from parallelize.run.loaders_of_run import LoadersOfRun
 
 T = TypeVar("T")
 

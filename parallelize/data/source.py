@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from parallelize.agreement.rank_consistency import ConsistencyCheck
 from parallelize.data.copied_loader import CopiedLoader
 from parallelize.data.draws import Drawing, Draws, States, states_from_text, text_of_states
 from parallelize.data.options import LoaderOptions, Position
@@ -34,11 +35,10 @@ from parallelize.data.units import (
     share_of_batch,
 )
 from parallelize.errors import ConfigError
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.loaders_of_run import Parts
-from parallelize.runtime.rank_consistency import ConsistencyCheck
-from parallelize.runtime.rng import derive_seed
-from parallelize.runtime.startup_summary import ActiveLoader
+from parallelize.run.context import Runtime
+from parallelize.run.loaders_of_run import Parts
+from parallelize.run.rng import derive_seed
+from parallelize.run.startup_summary import ActiveLoader
 
 
 @dataclass(eq=False)

@@ -25,9 +25,9 @@ from parallelize.data.options import Divides, LoaderOptions
 from parallelize.data.source import Pass, Source, length_of
 from parallelize.data.units import EpochSplit, Tail, sample_fingerprint
 from parallelize.errors import ConfigError
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.rng import RNGState, derive_seed
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.run.context import Runtime
+from parallelize.run.rng import RNGState, derive_seed
+from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.private import unsupported
 
 # Numbers that a process and its workers share: the seed of a pass, its tail, and a hash of its

@@ -34,7 +34,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from parallelize.runtime.containers import leaves
+from parallelize.run.containers import leaves
 
 Tail = Literal["pad", "drop", "exact", "weighted"]
 

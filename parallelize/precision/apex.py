@@ -21,7 +21,7 @@ from parallelize.errors import ConfigError, MissingDependencyError
 from parallelize.plugins.base import Amp, Session
 from parallelize.precision.levels import LeveledPrecision
 from parallelize.precision.weight_casting import cast_states, dtypes_kept
-from parallelize.runtime.live_optimizers import live_optimizers
+from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.step import parameters_of

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import ConfigError
+from parallelize.gradients.autograd_graph import node_of, nodes_behind, scaled_start
+from parallelize.gradients.host_copy import HostCopy
 from parallelize.plugins.base import Amp
-from parallelize.runtime.autograd_graph import node_of, nodes_behind, scaled_start
-from parallelize.runtime.context import is_capturing
-from parallelize.runtime.host_copy import HostCopy
+from parallelize.run.context import is_capturing
 from parallelize.torch_patches.backward import Pass, Root, Run, is_in_backward
 from parallelize.torch_patches.step import parameters_of
 

@@ -17,12 +17,12 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.cluster.world import World
+from parallelize.gradients.autograd_graph import mark_outputs, nodes_behind
 from parallelize.plugins.base import Amp, Session
 from parallelize.precision.levels import LeveledPrecision
 from parallelize.precision.loss_scaling import MARK, LossScaling, not_scaled
 from parallelize.precision.weight_casting import HalfWeights, exempt_modules, stored_in_half
-from parallelize.runtime.autograd_graph import mark_outputs, nodes_behind
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.run.containers import leaves, map_leaves
 from parallelize.torch_patches import step
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.forward import route_of, routed_models

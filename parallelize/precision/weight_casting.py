@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from parallelize.runtime.autograd_graph import has_sparse_gradient
-from parallelize.runtime.live_optimizers import live_optimizers
+from parallelize.gradients.autograd_graph import has_sparse_gradient
+from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import at_end_of_backward, is_in_backward
 
 __all__ = ["HalfWeights", "cast_states", "dtypes_kept", "exempt_modules", "stored_in_half"]

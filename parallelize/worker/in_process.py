@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallelize.agreement.gather import broadcast_object, gather_objects
 from parallelize.call.random_states import restoring_caller
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
-from parallelize.runtime.context import current
-from parallelize.runtime.gather import broadcast_object, gather_objects
+from parallelize.run.context import current
 from parallelize.worker.main import active_run, call_function
 
 __all__ = ["gather_values", "run_as_rank", "run_in_this_process"]

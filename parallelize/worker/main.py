@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from parallelize.agreement.unsynced_training import warn_if_unsynced
 from parallelize.call.pickling import pickle_main_by_value, populate_main
 from parallelize.call.random_states import RandomStates, advances_caller
 from parallelize.call.returned import Changes
@@ -43,10 +44,10 @@ from parallelize.config.layout import RUN_ID, Layout
 from parallelize.errors import LaunchError, add_note
 from parallelize.hang_detection.stack_frames import call_site
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.runtime.context import Runtime, activate, current
-from parallelize.runtime.process_group import Rendezvous
-from parallelize.runtime.rng import seed_generators
-from parallelize.runtime.user_process_group import replace_group_functions
+from parallelize.run.context import Runtime, activate, current
+from parallelize.run.process_group import Rendezvous
+from parallelize.run.rng import seed_generators
+from parallelize.torch_patches.process_groups import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
 
@@ -306,7 +307,7 @@ def call_function(task: Task) -> Any:
 @contextlib.contextmanager
 def active_run(layout: Layout, world: World, rendezvous: Rendezvous | None = None) -> Iterator[Runtime]:
     """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
-    with activate(Runtime(world, layout, rendezvous or Rendezvous())) as runtime:
+    with activate(Runtime(world, layout, rendezvous or Rendezvous())) as runtime, warn_if_unsynced(runtime.flags):
         if layout.config.seed is not None:
             seed_generators(layout.config.seed)
         yield runtime

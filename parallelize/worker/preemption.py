@@ -13,7 +13,7 @@ from typing import Any
 
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE, current_allocation
 from parallelize.collectives import all_reduce
-from parallelize.runtime.context import is_main
+from parallelize.run.context import is_main
 
 __all__ = ["handle_stop_signals", "should_stop"]
 

@@ -20,7 +20,7 @@ from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
 from parallelize.hang_detection.rank_state import progress
 from parallelize.hang_detection.stack_frames import is_in_collective
-from parallelize.runtime.group_abort import interrupt_collectives, mark_as_interrupted
+from parallelize.run.group_abort import interrupt_collectives, mark_as_interrupted
 
 __all__ = ["StopHandler", "WorkerShutdown"]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from parallelize import parallel_model
 from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.runtime.containers import leaves
+from parallelize.run.containers import leaves
 
 WIDTH = 16
 

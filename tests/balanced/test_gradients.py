@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import parallelize
 from parallelize import parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.runtime.loss_counts import loss_counts
+from parallelize.gradients.target_counts import loss_counts
 
 INPUTS = rows(8)
 X = INPUTS[0][0]

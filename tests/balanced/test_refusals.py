@@ -23,7 +23,7 @@ from torch import nn
 from parallelize import ConfigError, parallel_model
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.runtime.containers import leaves
+from parallelize.run.containers import leaves
 
 INPUTS = batch_of(CASES["gpt, tied"])
 X = INPUTS[0][0]

@@ -23,8 +23,8 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.plugins import registry
 from parallelize.plugins.base import Backend
-from parallelize.runtime import context
-from parallelize.runtime.context import Runtime
+from parallelize.run import context
+from parallelize.run.context import Runtime
 
 BACKENDS = registry.names("backends")
 MULTI_NODE = [name for name in BACKENDS if registry.find("backends", name).max_nodes is None]

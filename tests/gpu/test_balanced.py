@@ -33,7 +33,7 @@ from parallelize import ConfigError, parallel_model, shard_loader
 from parallelize.backends.balanced import profiling
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.runtime.containers import map_leaves
+from parallelize.run.containers import map_leaves
 
 pytestmark = pytest.mark.gpu
 

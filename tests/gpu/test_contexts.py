@@ -29,8 +29,8 @@ from parallelize import (
 )
 from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.runtime import process_group
-from parallelize.runtime.context import current
+from parallelize.run import process_group
+from parallelize.run.context import current
 
 pytestmark = [
     pytest.mark.gpu2,

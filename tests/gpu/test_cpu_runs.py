@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import barrier, checkpoints, device, distributed, parallel_model, rank, save, shard_loader
-from parallelize.runtime.context import current
+from parallelize.run.context import current
 
 pytestmark = pytest.mark.gpu
 

@@ -30,8 +30,8 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
 from parallelize.plugins.base import Backend
-from parallelize.runtime import context
-from parallelize.runtime.context import Runtime
+from parallelize.run import context
+from parallelize.run.context import Runtime
 
 pytestmark = pytest.mark.gpu
 

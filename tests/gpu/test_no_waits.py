@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import BalancedBackend, DPBackend, device, distributed, parallel_model, shard_loader
-from parallelize.block.averaging import Average
+from parallelize.gradients.averaging import Average
 from parallelize.plugins.base import Backend
 
 pytestmark = [

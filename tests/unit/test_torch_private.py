@@ -30,7 +30,7 @@ NEWER |= set() if torch.distributed.is_nccl_available() else NCCL_ONLY
 # Documented by Python in spite of the underscore.
 DOCUMENTED = {"_exit", "_fields", "_getframe", "_current_frames", "_replace"}
 # Attributes of graph nodes: https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors. The tests of
-# runtime/loss_counts.py fail if a loss does not have one any more.
+# gradients/target_counts.py fail if a loss does not have one any more.
 DOCUMENTED |= {"_saved_other", "_saved_reduction", "_saved_self", "_saved_total_weight"}
 # Attributes of other libraries' samplers and datasets.
 OTHERS = {"_distributed", "_num_replicas", "_unique_rank_world"}

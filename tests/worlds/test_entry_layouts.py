@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelize import parallel_model, rank
 from parallelize.backends import broadcast
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0
-from parallelize.runtime.containers import leaves
+from parallelize.run.containers import leaves
 
 pytestmark = pytest.mark.slow
 

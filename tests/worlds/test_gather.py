@@ -20,10 +20,10 @@ import torch.distributed as dist
 from ranks import TORCHRUN, Checks
 
 from parallelize import rank
+from parallelize.agreement.gather import broadcast_object, gather_objects
 from parallelize.errors import SyncError
-from parallelize.runtime import run_key as run_key_module
-from parallelize.runtime.gather import broadcast_object, gather_objects
-from parallelize.runtime.run_key import run_key
+from parallelize.run import run_key as run_key_module
+from parallelize.run.run_key import run_key
 
 pytestmark = pytest.mark.slow
 
@@ -192,7 +192,7 @@ def test_ranks_hear_each_other_and_nobody_else(name: str) -> None:
 WORLD = """
 import os, sys, tempfile
 from parallelize import distributed, rank
-from parallelize.runtime.gather import gather_objects
+from parallelize.agreement.gather import gather_objects
 
 class Thing:
     pass

@@ -297,7 +297,7 @@ def test_a_rank_that_left_the_run_may_still_use_the_users_process_group(
     ran = run_script(
         """
         import time, torch, torch.distributed as dist
-        from parallelize.runtime import context
+        from parallelize.run import context
 
         dist.init_process_group("gloo")
         with context.activate(context.current()):

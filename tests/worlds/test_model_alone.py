@@ -21,7 +21,7 @@ from torch import nn
 from zoo import Mlp
 
 from parallelize import ConfigError, DDPBackend, all_gather, distributed, parallel_model, rank
-from parallelize.runtime import context
+from parallelize.run import context
 
 pytestmark = pytest.mark.slow
 

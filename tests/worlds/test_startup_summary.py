@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import distributed, parallel_model, shard_loader
-from parallelize.runtime.startup_summary import size_text
+from parallelize.run.startup_summary import size_text
 
 pytestmark = pytest.mark.slow
 

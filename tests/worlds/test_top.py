@@ -18,7 +18,7 @@ from ranks import wait_for
 from parallelize.cli.top import ask, verdict
 from parallelize.cluster.call_folders import call_folder
 from parallelize.hang_detection.rank_state import RankState
-from parallelize.runtime.live_facts import listed_runs
+from parallelize.run.live_facts import listed_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="runs are listed on Linux")]
 

@@ -15,15 +15,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from typing_extensions import override
 
+from parallelize.agreement.gather import gather_objects
 from parallelize.backends.auto.choice import Choice, choose, saved_choices
 from parallelize.backends.auto.trial import facts_of, rates_of, tried
 from parallelize.cluster.world import World
 from parallelize.plugins.base import Backend, Engine, Inner
 from parallelize.plugins.options import Parse, bytes_of_device, choice, path
 from parallelize.plugins.registry import find
-from parallelize.runtime.containers import leaves
-from parallelize.runtime.context import current
-from parallelize.runtime.gather import gather_objects
+from parallelize.run.containers import leaves
+from parallelize.run.context import current
 from parallelize.torch_patches.step import after_step, parameters_of
 
 __all__ = ["AutoBackend"]

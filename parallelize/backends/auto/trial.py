@@ -25,8 +25,8 @@ from parallelize.cluster.world import World
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Inner
 from parallelize.plugins.registry import find
-from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.live_optimizers import live_optimizers
+from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["facts_of", "rates_of", "tried"]

@@ -24,8 +24,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallelize.errors import ConfigError
-from parallelize.runtime.containers import leaves, map_leaves, with_leaves
-from parallelize.runtime.loss_counts import attach_count, join_weights, number_on
+from parallelize.gradients.target_counts import attach_count, join_weights, number_on
+from parallelize.run.containers import leaves, map_leaves, with_leaves
 from parallelize.torch_patches.private import replace_attribute
 
 __all__ = ["Batch", "RunsWhole", "difference", "joined_dims", "joined_outputs", "seeing_joined_outputs"]

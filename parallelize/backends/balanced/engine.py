@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from parallelize.agreement.gather import broadcast_object
 from parallelize.backends.balanced.batch import seeing_joined_outputs
 from parallelize.backends.balanced.microbatch import OTHER_DEVICE, Staged
 from parallelize.backends.balanced.pipeline import Pipeline
@@ -22,9 +23,8 @@ from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.backends.model_state import named_tensors
 from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Engine, Inner
-from parallelize.runtime.gather import broadcast_object
-from parallelize.runtime.run_key import run_key
-from parallelize.runtime.startup_summary import announced
+from parallelize.run.run_key import run_key
+from parallelize.run.startup_summary import announced
 
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plugin import BalancedBackend

@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize.backends.model_state import named_tensors
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.run.containers import leaves, map_leaves
 from parallelize.torch_patches import step
 
 __all__ = ["Copies", "owners", "place", "restoring_placement", "tensors_in", "to_device"]

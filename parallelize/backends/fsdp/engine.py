@@ -25,17 +25,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from typing_extensions import override
 
+from parallelize.agreement.fingerprint import differences, digest, fingerprint
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, place, refuse_unbroadcastable
 from parallelize.backends.fsdp import full_tensors
 from parallelize.backends.fsdp.optimizers import Steps
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, SyncError
+from parallelize.gradients import differentiable
+from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.plugins.base import Engine, Inner, Reduction
-from parallelize.runtime import differentiable
-from parallelize.runtime.autograd_graph import has_sparse_gradient
-from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.fingerprint import differences, digest, fingerprint
-from parallelize.runtime.process_group import GroupPurpose, separate_group, subgroup_of_this_rank
+from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.process_group import GroupPurpose, separate_group, subgroup_of_this_rank
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 
 if TYPE_CHECKING:

@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
 
+from parallelize.agreement.fingerprint import differences, digest
 from parallelize.errors import SyncError
-from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.fingerprint import differences, digest
+from parallelize.run.containers import leaves, map_leaves
 from parallelize.torch_patches.backward import Pass, Run
 
 __all__ = [

@@ -33,7 +33,7 @@ from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open
 from parallelize.launchers.stop_signals import StopRequested, StopSignals
 from parallelize.plugins.base import Launcher
 from parallelize.plugins.options import Parse, choice, number
-from parallelize.runtime.startup_summary import announced
+from parallelize.run.startup_summary import announced
 from parallelize.worker.main import WorkerSetup, task_path
 
 __all__ = ["LocalLauncher", "worker_environ"]

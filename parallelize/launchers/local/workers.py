@@ -33,7 +33,7 @@ from parallelize.launchers.local.fork_server import (
     WorkersReport,
 )
 from parallelize.launchers.output import rank_file, read_output
-from parallelize.runtime.startup_summary import announce
+from parallelize.run.startup_summary import announce
 from parallelize.worker.main import LEAVE_GRACE_S, WorkerSetup, outcome_paths, run
 
 __all__ = ["STOP_GRACE_S", "Workers"]

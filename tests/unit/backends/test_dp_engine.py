@@ -15,8 +15,8 @@ from zoo import ModelOutput
 
 from parallelize import ConfigError
 from parallelize.backends.dp_engine import data_parallel, gather_outputs
+from parallelize.gradients.target_counts import LossCount, loss_counts
 from parallelize.plugins.base import Inner, Session
-from parallelize.runtime.loss_counts import LossCount, loss_counts
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from parallelize.errors import ConfigError
-from parallelize.runtime.autograd_graph import MODELS_KEY, node_of, nodes_behind
-from parallelize.runtime.containers import leaves
+from parallelize.gradients.autograd_graph import MODELS_KEY, node_of, nodes_behind
+from parallelize.run.containers import leaves
 from parallelize.torch_patches.backward import Root
 
 __all__ = [

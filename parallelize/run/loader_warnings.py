@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from parallelize.runtime.user_line import UserLine
+from parallelize.run.user_line import UserLine
 
 __all__ = ["LoaderWarnings"]
 

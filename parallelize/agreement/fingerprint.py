@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
-from parallelize.runtime import context
-from parallelize.runtime.gather import gather_objects
-from parallelize.runtime.process_group import GroupPurpose, separate_group
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.run import context
+from parallelize.run.process_group import GroupPurpose, separate_group
+from parallelize.run.user_line import user_stacklevel
 
 __all__ = ["differences", "digest", "fingerprint", "require_same_model", "warn_if_trained_apart"]
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from parallelize.errors import ConfigError, SyncError
-from parallelize.runtime.autograd_graph import scaled_start
+from parallelize.gradients.autograd_graph import scaled_start
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 
 __all__ = ["BatchWeight", "Weight", "batch_weight", "refuse_left", "weigh_batches", "weighted"]

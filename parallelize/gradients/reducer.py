@@ -35,10 +35,10 @@ from torch import _utils as torch_utils
 from torch import nn
 
 from parallelize.errors import ConfigError, SyncError
+from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.plugins.base import Reduction
-from parallelize.runtime.autograd_graph import has_sparse_gradient
-from parallelize.runtime.context import current
-from parallelize.runtime.process_group import GroupPurpose, separate_group
+from parallelize.run.context import current
+from parallelize.run.process_group import GroupPurpose, separate_group
 from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
 

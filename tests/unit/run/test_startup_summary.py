@@ -13,8 +13,8 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.plugins.base import LocalEngine
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.startup_summary import ActiveLoader, StartupSummary, size_text
+from parallelize.run.context import Runtime
+from parallelize.run.startup_summary import ActiveLoader, StartupSummary, size_text
 
 
 def line(*models: nn.Module) -> str:

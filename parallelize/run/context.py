@@ -17,10 +17,9 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.runtime.loader_warnings import LoaderWarnings
-from parallelize.runtime.loaders_of_run import LoadersOfRun
-from parallelize.runtime.process_group import Rendezvous, process_group
-from parallelize.runtime.unsynced_training import warn_if_unsynced
+from parallelize.run.loader_warnings import LoaderWarnings
+from parallelize.run.loaders_of_run import LoadersOfRun
+from parallelize.run.process_group import Rendezvous, process_group
 
 __all__ = [
     "Runtime",
@@ -127,7 +126,7 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
         group = process_group(runtime.world, runtime.layout, runtime.watchdog, runtime.rendezvous)
         # At its end, this context makes no context of CUDA on the device that was current before.
         device = torch.accelerator.device_index(runtime.device.index)
-        with workspaces, device, group, warn_if_unsynced(runtime.flags):
+        with workspaces, device, group:
             yield runtime
     finally:
         _active.reset(token)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.run.containers import leaves, map_leaves
 
 
 class Pair(NamedTuple):

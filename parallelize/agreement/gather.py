@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.agreement.plain_values import NotPlain, decoded, encoded
 from parallelize.errors import ConfigError, SyncError
-from parallelize.runtime.plain_values import NotPlain, decoded, encoded
-from parallelize.runtime.run_key import message_device, run_key
+from parallelize.run.run_key import message_device, run_key
 
 __all__ = ["broadcast_object", "gather_objects"]
 

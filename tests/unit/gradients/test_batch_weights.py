@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallelize import SyncError
-from parallelize.runtime.batch_weights import BatchWeight, weigh_batches
+from parallelize.gradients.batch_weights import BatchWeight, weigh_batches
 
 
 def of_batch(value):

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.runtime.plain_values import NotPlain, decoded, encoded
+from parallelize.agreement.plain_values import NotPlain, decoded, encoded
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_a_value_comes_back(value: Any) -> None:
         np.float64(2.5),
         np.bool_(True),
     ],
-    ids=str,
+    ids=lambda value: f"{type(value).__name__} {value.dtype}",
 )
 def test_a_tensor_or_an_array_comes_back(value: Any) -> None:
     """With its dtype and shape, bit by bit."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from parallelize.errors import SyncError
-from parallelize.runtime.process_group import default_store
+from parallelize.run.process_group import default_store
 
 __all__ = ["ConsistencyCheck", "pending_checks", "run_checks"]
 

@@ -14,7 +14,7 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
-from parallelize.runtime.process_group import _wait_before_closing, _wait_for_all, bound_device
+from parallelize.run.process_group import _wait_before_closing, _wait_for_all, bound_device
 
 
 @pytest.mark.parametrize("wait", [_wait_for_all, _wait_before_closing])

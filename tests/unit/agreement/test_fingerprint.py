@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize.runtime import fingerprint as comparison
+from parallelize.agreement import fingerprint as comparison
 
 
 def fingerprint(*tensors: torch.Tensor) -> torch.Tensor:

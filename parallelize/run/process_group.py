@@ -27,13 +27,13 @@ from parallelize.config.layout import Layout
 from parallelize.config.options import backend_by_device_type
 from parallelize.hang_detection.rank_state import Collective
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.runtime.group_abort import abort_and_destroy
-from parallelize.runtime.live_facts import LiveFacts, registered
-from parallelize.runtime.run_key import give_run_key, known_run_key, run_key
-from parallelize.runtime.threads import begin_on
-from parallelize.runtime.user_process_group import destroy_group, replace_group_functions
+from parallelize.run.group_abort import abort_and_destroy
+from parallelize.run.live_facts import LiveFacts, registered
+from parallelize.run.run_key import give_run_key, known_run_key, run_key
+from parallelize.run.threads import begin_on
 from parallelize.torch_patches.objects import signed_objects
 from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.process_groups import destroy_group, replace_group_functions
 from parallelize.torch_patches.save import atomic_saves
 from parallelize.torch_patches.step import StepCount, after_step
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.runtime.autograd_graph import MODELS_KEY, mark_outputs, node_of, nodes_behind
-from parallelize.runtime.batch_weights import Weight, batch_weight, weighted
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.loss_counts import loss_counts, number_on, required_count
+from parallelize.gradients.autograd_graph import MODELS_KEY, mark_outputs, node_of, nodes_behind
+from parallelize.gradients.batch_weights import Weight, batch_weight, weighted
+from parallelize.gradients.target_counts import loss_counts, number_on, required_count
+from parallelize.run.context import Runtime
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 
 __all__ = ["Average", "Averaging"]

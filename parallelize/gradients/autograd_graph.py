@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from parallelize.runtime.containers import leaves
+from parallelize.run.containers import leaves
 from parallelize.torch_patches.backward import Root
 
 __all__ = [

@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.block.reducer import Reducer, Slot
-from parallelize.collectives import all_reduce, broadcast
+from parallelize.agreement.fingerprint import differences, digest, fingerprint
+from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
-from parallelize.runtime.batch_weights import Weight
-from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.context import Runtime, is_capturing
-from parallelize.runtime.fingerprint import differences, digest, fingerprint
-from parallelize.runtime.group_abort import is_interrupted
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.gradients import differentiable
+from parallelize.gradients.batch_weights import Weight
+from parallelize.gradients.reducer import Reducer, Slot
+from parallelize.run.containers import map_leaves
+from parallelize.run.context import Runtime, is_capturing
+from parallelize.run.group_abort import is_interrupted
+from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.step import Closure, before_step, change_closure
@@ -158,10 +159,13 @@ class Verification:
         The gradient of a tensor flows to this rank's loss: some optimizers call backward on it.
         """
         if isinstance(value, torch.Tensor) and value.is_floating_point():
+            weighted_losses = gather_objects(value.detach() * self._loss_weight())
             averaged = value.clone()
-            averaged.detach().copy_(all_reduce(value.detach() * self._loss_weight(), "mean"))
+            averaged.detach().copy_(torch.stack(weighted_losses).mean(0, dtype=torch.float64))
             return averaged
-        return all_reduce(value * float(self._loss_weight()), "mean") if isinstance(value, float) else value
+        if isinstance(value, float):
+            return sum(gather_objects(value * float(self._loss_weight()))) / self._run.world.world_size
+        return value
 
     def compare_unaveraged_gradients(
         self, optimizer: torch.optim.Optimizer, slots: list[Slot], unknown: list[Any]
@@ -240,7 +244,8 @@ def _different(named: Sequence[_Named]) -> list[_Named]:
 
 def _largest_difference(tensor: torch.Tensor) -> float:
     values = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return float(all_reduce((values - broadcast(values)).abs().max(), "max"))
+    of_rank_0 = differentiable.broadcast(values, 0)
+    return float(differentiable.all_reduce((values - of_rank_0).abs().max(), "max"))
 
 
 def _listed(named: Sequence[_Named], most: int = 3) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelize.runtime import context
+from parallelize.run import context
 
 __all__ = ["NATIVE_DTYPES", "REDUCE_DTYPES", "REDUCE_OPS", "all_gather", "all_reduce", "broadcast"]
 

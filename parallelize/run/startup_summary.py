@@ -22,7 +22,7 @@ from torch import nn
 
 from parallelize.config.explain import precision_summary
 from parallelize.plugins.base import Engine
-from parallelize.runtime.context import Runtime, active
+from parallelize.run.context import Runtime, active
 
 __all__ = ["ActiveLoader", "StartupSummary", "announce", "announced", "size_text"]
 

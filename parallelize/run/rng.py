@@ -1,30 +1,23 @@
-"""The global generators of random numbers: torch's, of each device, and those of `random` and NumPy.
-
-In a block they draw other numbers on each rank, reproducibly: for dropout masks and augmentation.
-"""
+"""The global generators of random numbers: torch's, of each device, and those of `random` and NumPy."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-from parallelize.runtime.context import Runtime
-from parallelize.runtime.gather import broadcast_object, gather_objects
 
 __all__ = [
     "GeneratorAccess",
     "RNGState",
     "derive_seed",
     "global_generators",
-    "random_numbers_per_rank",
     "seed_generators",
+    "state_hash",
 ]
 
 _MERSENNE_WORDS = 624
@@ -90,7 +83,7 @@ class RNGState:
 
     def has_changed(self) -> bool:
         """Return whether random numbers were drawn since then."""
-        return any(_hash(each.get()) != _hash(state) for each, state in self._states)
+        return any(state_hash(each.get()) != state_hash(state) for each, state in self._states)
 
     def restore(self) -> None:
         """Restore the states."""
@@ -105,44 +98,13 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed)
 
 
-@contextlib.contextmanager
-def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
-    """Make the global generators of torch, random and NumPy draw other numbers on each rank in a block.
-
-    A generator whose state is that of a lower rank's is reseeded, so that a run can be repeated: rank 0 draws the
-    numbers of one process, and ranks that differ already are left alone. A collective gathers one hash per generator
-    and rank; at the end of the block, unless by an exception, another one sends rank 0's states to the ranks that had
-    equal ones.
-
-    Args:
-        run: runtime of this process.
-        split: whether to reseed equal generators if the config has no seed; with a seed they always are.
-    """
-    world = run.world
-    if world.world_size == 1 or run.config.logical or (run.config.seed is None and not split):
-        yield
-        return
-    generators = global_generators(run.devices)
-    own = {name: _hash(each.get()) for name, each in generators.items()}
-    ranks = gather_objects(own)  # hashes of each rank's states, by name
-    for name, each in generators.items():
-        if any(lower.get(name) == own[name] for lower in ranks[: world.rank]):
-            each.seed(int(_hash(f"{own[name]}/{world.rank}"), 16))
-    yield
-    if any(ranks[0].items() & other.items() for other in ranks[1:]):
-        states = broadcast_object({name: each.get() for name, each in generators.items()})
-        for name, each in generators.items():
-            if ranks[0].get(name) == own[name]:
-                each.set(states[name])
-
-
 def derive_seed(*parts: object) -> int:
     """Return a seed computed from values by hashing."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _hash(value: object) -> str:
+def state_hash(value: object) -> str:
     """Return a hash of the value's text, as 16 hexadecimal digits."""
     text = str(value.tolist() if isinstance(value, torch.Tensor) else value)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

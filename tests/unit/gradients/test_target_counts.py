@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.runtime.autograd_graph import MODELS_KEY, mark_outputs
-from parallelize.runtime.loss_counts import LossCount, attach_count, loss_counts, required_count
+from parallelize.gradients.autograd_graph import MODELS_KEY, mark_outputs
+from parallelize.gradients.target_counts import LossCount, attach_count, loss_counts, required_count
 
 T = torch.tensor([0, 1, -100, 2, 3, -100])
 W = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])

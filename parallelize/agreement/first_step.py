@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.collectives import all_gather
-from parallelize.runtime.containers import leaves
-from parallelize.runtime.context import current, is_capturing, is_main, rank
-from parallelize.runtime.fingerprint import fingerprint
-from parallelize.runtime.user_line import user_stacklevel
+from parallelize.agreement.fingerprint import fingerprint
+from parallelize.agreement.gather import gather_objects
+from parallelize.run.containers import leaves
+from parallelize.run.context import current, is_capturing, is_main, rank
+from parallelize.run.user_line import user_stacklevel
 
 __all__ = ["FirstStep"]
 
@@ -45,7 +45,7 @@ class FirstStep:
         """Compare the inputs of the ranks, and the numbers of targets of their losses; nan: not known."""
         self.is_over = True
         inputs = hash(tuple(self._fingerprints)) if self._fingerprints else rank()  # unequal: not known
-        all_inputs, counts = all_gather((inputs, count))
+        all_inputs, counts = zip(*gather_objects((inputs, count)), strict=True)
         known = sorted(each for each in counts if not math.isnan(each))
         told, is_same = current().loader_warnings, len({*all_inputs}) == 1
         if is_same:
