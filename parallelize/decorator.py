@@ -17,7 +17,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import wrapt
 from typing_extensions import Unpack
 
-from parallelize.agreement.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.call.module_values import edited_modules
 from parallelize.call.pickling import check_is_plain_function, is_importable
 from parallelize.call.returned import restore, unreturned_warning
@@ -274,7 +273,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         function: Any = self.__wrapped__
         run = active()
         if run is not None:
-            if IN_PARALLEL_MODEL in run.flags and run.world.world_size == 1 < (size := self._plan()[0].world_size):
+            if run.state.is_in_block and run.world.world_size == 1 < (size := self._plan()[0].world_size):
                 raise ConfigError(
                     f"{name_of(function)}, for {size} processes, in a parallel_model block of one process",
                     why="inside of a block a call runs where the block is",

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from parallelize.agreement.fingerprint import require_same_model
 from parallelize.agreement.random_numbers import random_numbers_per_rank
-from parallelize.agreement.unsynced_training import IN_PARALLEL_MODEL, warn_if_unsynced
+from parallelize.agreement.unsynced_training import warn_if_unsynced
 from parallelize.backends.broadcast import broadcast_from_rank_0
 from parallelize.backends.logical import same_bits
 from parallelize.block.block import Block
@@ -228,15 +228,15 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _in_block(run: Runtime) -> Iterator[None]:
     """Mark the run as being in a block; in its outermost block, tell of forgotten loaders."""
-    if IN_PARALLEL_MODEL in run.flags:
+    if run.state.is_in_block:
         yield
         return
-    run.flags.add(IN_PARALLEL_MODEL)
+    run.state.is_in_block = True
     try:
         with telling_forgotten_loaders(run):
             yield
     finally:
-        run.flags.discard(IN_PARALLEL_MODEL)
+        run.state.is_in_block = False
 
 
 def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:
@@ -264,7 +264,7 @@ def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Run
 
 @contextlib.contextmanager
 def _new_run(run: Runtime) -> Iterator[Runtime]:
-    with context.activate(run), warn_if_unsynced(run.flags):
+    with context.activate(run), warn_if_unsynced(run.state):
         yield run
 
 

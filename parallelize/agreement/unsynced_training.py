@@ -10,22 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallelize.run.state import RunState
 from parallelize.torch_patches import step
 
-__all__ = ["IN_PARALLEL_MODEL", "warn_if_unsynced"]
-
-IN_PARALLEL_MODEL = "in parallel_model"
-"""Member of Runtime.flags in parallel_model blocks."""
+__all__ = ["warn_if_unsynced"]
 
 
-def warn_if_unsynced(flags: set[str]) -> contextlib.AbstractContextManager[Any]:
+def warn_if_unsynced(state: RunState) -> contextlib.AbstractContextManager[Any]:
     """Warn if the first optimizer that steps in the context makes two steps without a block or a collective.
 
     DistributedDataParallel and manual averaging make collectives in every step, so they cause no warning. This is not
     an error, because independent models on each rank may be intended.
 
     Args:
-        flags: `Runtime.flags` of the run.
+        state: of the run.
     """
     if dist.get_world_size() == 1:
         return contextlib.nullcontext()
@@ -35,23 +33,23 @@ def warn_if_unsynced(flags: set[str]) -> contextlib.AbstractContextManager[Any]:
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         nonlocal first, is_decided
         if first is None:
-            first = weakref.ref(optimizer), _collectives_begun(flags)
+            first = weakref.ref(optimizer), _collectives_begun(state)
         elif not is_decided and first[0]() is optimizer:
             is_decided = True
-            if first[1] is not None and _collectives_begun(flags) == first[1]:
+            if first[1] is not None and _collectives_begun(state) == first[1]:
                 _warn()
 
     return step.before_step(before_step)
 
 
-def _collectives_begun(flags: set[str]) -> int | None:
+def _collectives_begun(state: RunState) -> int | None:
     """Return the number of collectives that this process has begun; None: in a block, or a group counts none."""
     groups: Any = dict(dist.distributed_c10d._world.pg_map)
     try:
         begun = sum(int(group._get_sequence_number_for_group()) for group in groups)
     except RuntimeError:  # the backend of a group, such as one of a plug-in, has no sequence numbers
         return None
-    return None if IN_PARALLEL_MODEL in flags else begun
+    return None if state.is_in_block else begun
 
 
 def _warn() -> None:

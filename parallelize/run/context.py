@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.run.loader_warnings import LoaderWarnings
 from parallelize.run.loaders_of_run import LoadersOfRun
 from parallelize.run.process_group import Rendezvous, process_group
+from parallelize.run.state import RunState
 
 __all__ = [
     "Runtime",
@@ -43,8 +43,7 @@ class Runtime:
     Args:
         world: rank and world size.
         layout: the config, and the devices of every local rank.
-        flags: names of once-per-run actions that have been done, such as "startup summary logged".
-        states: what modules of higher floors keep for the run, by their names.
+        state: what has happened so far in the run.
         loaders: the run's loaders.
         rendezvous: what a launcher gives its ranks to meet each other.
         loader_warnings: what the run was told about ranks that read the same data.
@@ -55,8 +54,7 @@ class Runtime:
     world: World
     layout: Layout
     rendezvous: Rendezvous = field(default_factory=Rendezvous, compare=False, repr=False)
-    flags: set[str] = field(default_factory=set, compare=False, repr=False)
-    states: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    state: RunState = field(default_factory=RunState, compare=False, repr=False)
     loaders: LoadersOfRun = field(default_factory=LoadersOfRun, compare=False, repr=False)
     loader_warnings: LoaderWarnings = field(default_factory=LoaderWarnings, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)

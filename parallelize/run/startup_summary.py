@@ -27,7 +27,6 @@ from parallelize.run.context import Runtime, active
 __all__ = ["ActiveLoader", "StartupSummary", "announce", "announced", "size_text"]
 
 _log = logging.getLogger("parallelize")
-_IS_LOGGED = "startup summary logged"  # in Runtime.flags
 _ANNOUNCED_AFTER_S = 1.0
 
 
@@ -85,11 +84,12 @@ class StartupSummary:
     def log_once(self) -> None:
         """Log the summary on rank 0, once per run, unless the run has a single process and device."""
         self.is_over = True
-        flags, world = (active() or self._run).flags, self._run.world
+        # A block with options of its own has another Runtime; the line is logged once for the run around it.
+        state, world = (active() or self._run).state, self._run.world
         is_single = world.world_size == 1 and len(self._run.devices) == 1 and not self._run.config.logical
-        if _IS_LOGGED in flags or is_single or not world.is_main:
+        if state.has_logged_summary or is_single or not world.is_main:
             return
-        flags.add(_IS_LOGGED)
+        state.has_logged_summary = True
         if _log.isEnabledFor(logging.INFO):
             _log.info("%s", self.text())
 

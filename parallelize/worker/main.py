@@ -307,7 +307,7 @@ def call_function(task: Task) -> Any:
 @contextlib.contextmanager
 def active_run(layout: Layout, world: World, rendezvous: Rendezvous | None = None) -> Iterator[Runtime]:
     """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
-    with activate(Runtime(world, layout, rendezvous or Rendezvous())) as runtime, warn_if_unsynced(runtime.flags):
+    with activate(Runtime(world, layout, rendezvous or Rendezvous())) as runtime, warn_if_unsynced(runtime.state):
         if layout.config.seed is not None:
             seed_generators(layout.config.seed)
         yield runtime

@@ -101,7 +101,10 @@ class _AutoEngine(Engine):
         self._world: World = places["world"]
         self._device: torch.device = places["devices"][0]
         self._reporting, self._times = contextlib.ExitStack(), list[float]()
-        self._kept = current().states.setdefault(f"{__name__} {options.plan}", saved_choices(options.plan))
+        choices = current().state.engine_choices
+        if options.plan not in choices:
+            choices[options.plan] = saved_choices(options.plan)
+        self._kept = choices[options.plan]
         self._facts = functools.partial(
             facts_of, inner.model, self._world, places["devices"], options.memory, places["restore"]
         )
