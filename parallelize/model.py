@@ -259,7 +259,7 @@ def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Run
         )
     if layout.config.seed is not None:
         seed_generators(layout.config.seed)
-    return _new_run(Runtime(world or World(), layout))
+    return _new_run(Runtime(world or World(), layout, loader_weights=context.weights_of_script))
 
 
 @contextlib.contextmanager
@@ -282,7 +282,7 @@ def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:
         )
     if "seed" in options and config.seed is not None:  # else the run has seeded its generators
         seed_generators(config.seed)
-    return Runtime(outer.world, layout)
+    return Runtime(outer.world, layout, loader_weights=outer.loader_weights)
 
 
 def _refuse_for_logical(run: Runtime, models: Sequence[nn.Module], average: Average) -> None:

@@ -95,7 +95,7 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 6_883,
+    "": 6_895,
     "agreement": 6_630,
     "backends": 19_283,
     "backends/balanced": 14_214,
@@ -106,7 +106,7 @@ ROOMS: Mapping[str, int] = {
     "cluster": 4_256,
     "comparison": 1_578,
     "config": 6_017,
-    "data": 21_330,
+    "data": 21_353,
     "gradients": 8_206,
     "hang_detection": 7_401,
     "launchers": 19_735,

@@ -20,7 +20,7 @@ from parallelize.block.models import methods_of
 from parallelize.errors import SyncError
 from parallelize.gradients.autograd_graph import grad_fns_of, node_of
 from parallelize.gradients.averaging import Average, Averaging
-from parallelize.gradients.batch_weights import refuse_left
+from parallelize.gradients.batch_weights import refusing_lost_weights
 from parallelize.gradients.reducer import Reducer
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
 from parallelize.run.containers import map_leaves
@@ -104,7 +104,7 @@ class Block:
 
     def _verify(self, stack: contextlib.ExitStack) -> None:
         """Average and verify, until the stack is closed, what each rank holds a copy of."""
-        stack.enter_context(subscribed(Order.BEGIN, refuse_left))
+        stack.enter_context(refusing_lost_weights(self.run.loader_weights))
         self.reducer = Reducer(self._reduced())
         stack.callback(self.reducer.close)
         if self.reducer.models:

@@ -28,8 +28,9 @@ from parallelize.data.same_data import (
 from parallelize.data.source import Pass, Source
 from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
-from parallelize.gradients.batch_weights import BatchWeight, weigh_batches
-from parallelize.run.context import is_main
+from parallelize.gradients.batch_weights import weighing_loop
+from parallelize.run.context import active, is_main
+from parallelize.run.loader_weights import LoaderLoop
 from parallelize.run.startup_summary import ActiveLoader
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.forward import route_of, routed_models
@@ -160,11 +161,13 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
             this_pass: the pass.
             batches: its batches, on this process's device.
         """
-        weight, run = BatchWeight(), self._self_run
+        run = self._self_run
+        # A loader that a module makes at its import is used in a run that begins later.
+        weights, loop = (active() or run).loader_weights, LoaderLoop()
         has_others = run.world.world_size > 1
         with contextlib.ExitStack() as stack:
             if has_others:  # of other tails, too: a loss may use batches of two loaders
-                stack.enter_context(weigh_batches(weight))
+                stack.enter_context(weighing_loop(weights, loop))
             stack.callback(this_pass.leave)
             for batch in batches:
                 if this_pass.steps == 0:
@@ -173,7 +176,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
                     self._compare_data()
                     self._compare_order(this_pass)
                 if has_others:
-                    weight.start_batch(this_pass.weight(this_pass.steps))
+                    weights.take_batch(loop, this_pass.weight(this_pass.steps))
                 # An iterator inside of a loop over the same loader becomes the current one only
                 # with its second batch: `next(iter(loader))` is only a look.
                 if this_pass.steps or self._self_pass is None or not self._self_pass.is_open:
@@ -185,7 +188,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
                 yield batch
             this_pass.is_exhausted = True
             self._self_pass = this_pass
-            weight.end_epoch()
+            loop.end_epoch()
 
     def _batches(self, this_pass: Pass) -> Iterator[Any]:
         """Return the batches of a pass, on this process's device.

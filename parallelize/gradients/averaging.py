@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.gradients.autograd_graph import MODELS_KEY, mark_outputs, node_of, nodes_behind
-from parallelize.gradients.batch_weights import Weight, batch_weight, weighted
+from parallelize.gradients.batch_weights import Weight, with_weight
 from parallelize.gradients.target_counts import loss_counts, number_on, required_count
 from parallelize.run.context import Runtime
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
@@ -65,7 +65,7 @@ class Averaging:
 
     def loss_weight(self) -> Weight:
         """Return the weight of this rank's latest loss in the mean over the ranks."""
-        return batch_weight() if self._weight is None else self._weight
+        return self._run.loader_weights.weight_of_loss() if self._weight is None else self._weight
 
     def _weigh(self, each: Pass, run: Run) -> None:
         self._weight = None
@@ -73,12 +73,12 @@ class Averaging:
             run(each)
         elif self._average == "ranks":
             counts: list[Any] = [found.count for found in loss_counts(each.roots) if found.count is not None]
-            weight = batch_weight()  # that of a batch makes up for a smaller count
+            weight = self._run.loader_weights.weight_of_loss()  # that of a batch makes up for a smaller count
             self._count = counts[0] / weight if counts and weight else math.nan
             run(each)
         else:
             self._weight = self._weight_of(each.roots)
-            run(weighted(each, self._weight))
+            run(with_weight(each, self._weight))
 
     def _is_of_block(self, roots: Roots) -> bool:
         parameters = {id(each) for model in self._models for each in model.parameters()}
@@ -90,9 +90,9 @@ class Averaging:
 
     def _weight_of(self, roots: Roots) -> Weight:
         if self._average == "sum":
-            return float(self._size) if batch_weight() else 0.0
+            return float(self._size) if self._run.loader_weights.weight_of_loss() else 0.0
         with torch.no_grad():
-            count: Any = required_count(roots).count if batch_weight() else 0.0
+            count: Any = required_count(roots).count if self._run.loader_weights.weight_of_loss() else 0.0
             if self._size == 1:
                 return 1.0
             total = number_on(self._run.device, count)

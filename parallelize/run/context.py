@@ -17,6 +17,7 @@ from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.run.loader_warnings import LoaderWarnings
+from parallelize.run.loader_weights import LoaderWeights
 from parallelize.run.loaders_of_run import LoadersOfRun
 from parallelize.run.process_group import Rendezvous, process_group
 from parallelize.run.state import RunState
@@ -32,6 +33,7 @@ __all__ = [
     "is_main",
     "local_rank",
     "rank",
+    "weights_of_script",
     "world_size",
 ]
 
@@ -47,6 +49,7 @@ class Runtime:
         loaders: the run's loaders.
         rendezvous: what a launcher gives its ranks to meet each other.
         loader_warnings: what the run was told about ranks that read the same data.
+        loader_weights: which batch's weight belongs to which loss.
         watchdog: detects hangs if the run has several processes.
         at_end: contexts that end when the decorated function has returned.
     """
@@ -57,6 +60,7 @@ class Runtime:
     state: RunState = field(default_factory=RunState, compare=False, repr=False)
     loaders: LoadersOfRun = field(default_factory=LoadersOfRun, compare=False, repr=False)
     loader_warnings: LoaderWarnings = field(default_factory=LoaderWarnings, compare=False, repr=False)
+    loader_weights: LoaderWeights = field(default_factory=LoaderWeights, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
 
@@ -90,6 +94,12 @@ _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
 _active: ContextVar[Runtime | None] = ContextVar("parallelize_runtime", default=None)
 
+weights_of_script = LoaderWeights()
+"""The weights of loaders in a script without a run around its blocks, each of which has a Runtime of its own.
+
+A loop over a loader that ends before a block has a say in the block: see `LoaderWeights.refuse_lost_weight`.
+"""
+
 
 def active() -> Runtime | None:
     """Return the active run, or None outside of a run."""
@@ -106,7 +116,8 @@ def current() -> Runtime:
     if runtime is not None:
         return runtime
     world = current_world()
-    return Runtime(world, compute_layout(Config.parse().merged(os.environ), probe(), world))
+    layout = compute_layout(Config.parse().merged(os.environ), probe(), world)
+    return Runtime(world, layout, loader_weights=weights_of_script)
 
 
 def current_world() -> World:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from ranks import Checks
+from ranks import TORCHRUN, Checks
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
@@ -96,14 +96,15 @@ def test_weights_of_prefetched_batches_are_refused():
         train(9)
 
 
+@pytest.mark.parametrize("options", [{}, {"verify_every": 100}], ids=["", "options"])
 @pytest.mark.parametrize("batches", [None, 2])
-def test_losses_that_are_collected_in_a_loop_are_refused(batches):
+def test_losses_that_are_collected_in_a_loop_are_refused(batches, options):
     """One backward pass after the loop has no weight, also if the loop is left early; one in the next loop has."""
 
     @distributed(processes=2, timeout=20)
     def train(collects):
         net, loader = model(), shard_loader(DataLoader(data(9), batch_size=3), batch="global", tail="weighted")
-        with parallel_model(net):
+        with parallel_model(net, **options):
             losses = [loss_of(net, x, y) for x, y in itertools.islice(loader, batches)]  # no_grad was forgotten
             for x, y in loader:
                 loss_of(net, x, y).backward()
@@ -114,6 +115,27 @@ def test_losses_that_are_collected_in_a_loop_are_refused(batches):
     train(False)
     with pytest.raises(SyncError, match="the loop over a loader ended before the backward pass of its batches"):
         train(True)
+
+
+COLLECTS_BEFORE_THE_BLOCK = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from parallelize import parallel_model, shard_loader
+
+data = TensorDataset(torch.ones(9, 1))
+batches = list(shard_loader(DataLoader(data, batch_size=3), batch="global", tail="weighted"))
+net = nn.Linear(1, 1)
+with parallel_model(net):
+    for (x,) in batches:
+        net(x).mean().backward()
+"""
+
+
+def test_batches_that_a_script_collects_before_its_block_are_refused(run_script):
+    """Under torchrun, without a decorator: their weights are gone when the block begins."""
+    printed = run_script(COLLECTS_BEFORE_THE_BLOCK, launcher=TORCHRUN, check=False).stderr
+    assert "the loop over a loader ended before the backward pass of its batches" in printed
 
 
 class Batches(Sampler):

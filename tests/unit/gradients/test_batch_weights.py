@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from parallelize import SyncError
-from parallelize.gradients.batch_weights import BatchWeight, weigh_batches
+from parallelize.gradients.batch_weights import refusing_lost_weights, weighing_loop
+from parallelize.run.loader_weights import LoaderLoop, LoaderWeights
 
 
-def of_batch(value):
-    """Return the weight of a loader that has yielded one batch."""
-    weight = BatchWeight()
-    weight.start_batch(value)
-    return weight
+@contextlib.contextmanager
+def batch_of(value):
+    """Run a loop over a loader that has yielded one batch, alone in its run."""
+    weights, loop = LoaderWeights(), LoaderLoop()
+    with weighing_loop(weights, loop):
+        weights.take_batch(loop, value)
+        yield
 
 
 class Marked(torch.Tensor):
@@ -35,7 +40,7 @@ def test_every_kind_of_backward_is_weighted():
     original = torch.autograd.backward
     for call in calls:
         x = torch.zeros(3, requires_grad=True)
-        with weigh_batches(of_batch(0.25)):
+        with batch_of(0.25):
             call(x)
         assert x.grad.tolist() == [0.5] * 3
     assert torch.autograd.backward is original
@@ -61,7 +66,7 @@ class Recomputed(torch.autograd.Function):
 def test_a_backward_inside_a_backward_is_not_weighted_twice():
     """The inner one starts from a gradient that is already weighted."""
     x = torch.ones(2, requires_grad=True)
-    with weigh_batches(of_batch(0.5)):
+    with batch_of(0.5):
         Recomputed.apply(x).sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
 
@@ -76,40 +81,43 @@ def test_a_backward_inside_a_backward_is_not_weighted_twice():
 )
 def test_a_root_without_a_gradient_is_still_torchs_error(refused, message):
     """A loss of several values, a complex one, and too few gradients are refused with torch's messages."""
-    with weigh_batches(of_batch(0.5)), pytest.raises(RuntimeError, match=message):
+    with batch_of(0.5), pytest.raises(RuntimeError, match=message):
         refused(torch.zeros(2, requires_grad=True))
 
 
 def test_two_weights_at_once_are_refused():
     """A loss from batches of two loaders has no weight, unless their weights are equal."""
     x = torch.zeros(1, requires_grad=True)
-    first, second = of_batch(0.5), of_batch(0.5)
-    with weigh_batches(first), weigh_batches(second):
+    weights, first, second = LoaderWeights(), LoaderLoop(), LoaderLoop()
+    with weighing_loop(weights, first), weighing_loop(weights, second):
+        weights.take_batch(first, 0.5)
+        weights.take_batch(second, 0.5)
         x.sum().backward()
         assert x.grad.item() == 0.5
-        first.start_batch(0.5)
-        second.start_batch(2.0)
+        weights.take_batch(first, 0.5)
+        weights.take_batch(second, 2.0)
         with pytest.raises(SyncError, match=r"two loaders, of weights 0\.5 and 2\.0") as caught:
             x.sum().backward()
         assert "next() after the backward pass of the first" in caught.value.faults[0].fix
-        first.start_batch(0.5)
+        weights.take_batch(first, 0.5)
         x.sum().backward()
-        second.start_batch(2.0)  # the advice is followed
+        weights.take_batch(second, 2.0)  # the advice is followed
         x.sum().backward()
         assert x.grad.item() == 0.5 + 0.5 + 2.0
 
 
 def gradient_after(order, values):
     """Return the gradient after taking batches (letters), running backward (!) and exhausting the loader (.)."""
-    current, x, left = BatchWeight(), torch.zeros(1, requires_grad=True), iter(values)
-    with weigh_batches(current):
-        for each in order:
-            if each == ".":
-                current.end_epoch()
-            elif each == "!":
+    weights, loop = LoaderWeights(), LoaderLoop()
+    x, remaining = torch.zeros(1, requires_grad=True), iter(values)
+    with weighing_loop(weights, loop):
+        for event in order:
+            if event == ".":
+                loop.end_epoch()
+            elif event == "!":
                 x.sum().backward()
             else:
-                current.start_batch(next(left))
+                weights.take_batch(loop, next(remaining))
     return None if x.grad is None else x.grad.item()
 
 
@@ -139,10 +147,23 @@ def test_batches_that_are_taken_ahead_are_refused(order):
 def test_loaders_may_end_in_any_order():
     """The original backward is restored when the last of several loaders ends, not when the first one does."""
     original = torch.autograd.backward
-    first, second = weigh_batches(BatchWeight()), weigh_batches(BatchWeight())
+    weights = LoaderWeights()
+    first, second = weighing_loop(weights, LoaderLoop()), weighing_loop(weights, LoaderLoop())
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     assert torch.autograd.backward is not original
     second.__exit__(None, None, None)
     assert torch.autograd.backward is original
+
+
+def test_a_lost_weight_concerns_its_own_run_only():
+    """A pass after the loop is refused once; in another run of the process it is not, whatever happened there."""
+    x, run, next_run = torch.zeros(1, requires_grad=True), LoaderWeights(), LoaderWeights()
+    loop = LoaderLoop()
+    with weighing_loop(run, loop):
+        run.take_batch(loop, 0.5)
+    with refusing_lost_weights(next_run):
+        x.sum().backward()
+    with refusing_lost_weights(run), pytest.raises(SyncError, match="the loop over a loader ended before"):
+        x.sum().backward()
