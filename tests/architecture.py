@@ -104,7 +104,7 @@ ROOMS: Mapping[str, int] = {
     "checkpoint": 13_383,
     "cli": 4_556,
     "cluster": 4_256,
-    "comparison": 1_578,
+    "comparison": 1_584,
     "config": 6_017,
     "data": 21_353,
     "gradients": 8_206,

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from parallelize.run.state import RunState
-from parallelize.torch_patches import step
+from parallelize.run.user_line import user_stacklevel
+from parallelize.torch_patches.step import BeforeStep, before_step
 
 __all__ = ["warn_if_unsynced"]
 
@@ -30,7 +31,7 @@ def warn_if_unsynced(state: RunState) -> contextlib.AbstractContextManager[Any]:
     first: Any = None  # the first optimizer, and the collectives before its step
     is_decided = False
 
-    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def look(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         nonlocal first, is_decided
         if first is None:
             first = weakref.ref(optimizer), _collectives_begun(state)
@@ -39,7 +40,7 @@ def warn_if_unsynced(state: RunState) -> contextlib.AbstractContextManager[Any]:
             if first[1] is not None and _collectives_begun(state) == first[1]:
                 _warn()
 
-    return step.before_step(before_step)
+    return before_step(BeforeStep.WATCH, look)
 
 
 def _collectives_begun(state: RunState) -> int | None:
@@ -57,5 +58,5 @@ def _warn() -> None:
         f"each of {dist.get_world_size()} processes trains a separate model: outside of a parallel_model block, an "
         "optimizer made two steps without a collective between them; put the loop in `with parallel_model(model):`, "
         "or, if separate models are intended, call warnings.filterwarnings('ignore', 'each of .* processes trains')",
-        stacklevel=4,
+        stacklevel=user_stacklevel(),
     )

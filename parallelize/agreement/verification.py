@@ -31,7 +31,7 @@ from parallelize.run.group_abort import is_interrupted
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.forward import routed_models
-from parallelize.torch_patches.step import Closure, before_step, change_closure
+from parallelize.torch_patches.step import BeforeStep, Closure, before_step, change_closure
 
 __all__ = ["Verification"]
 
@@ -69,7 +69,7 @@ class Verification:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Check the optimizer steps in the context, and the models at its end, unless it raises."""
-        with before_step(self._before_step):
+        with before_step(BeforeStep.VERIFY, self._before_step):
             yield
         self._reducer.require_seen()
         self.compare("at the end of the block")

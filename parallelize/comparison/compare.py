@@ -19,7 +19,7 @@ from parallelize.errors import ConfigError, WorkerError
 from parallelize.run.context import active, current, world_size
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
-from parallelize.torch_patches.step import after_step, parameters_of
+from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
 from parallelize.worker.preemption import handle_stop_signals
 
 __all__ = ["ComparedStep", "Comparison", "compare_runs", "signed_means"]
@@ -241,7 +241,7 @@ class _RecordedFunction:
 
         with (
             contextlib.suppress(_EndOfRecording),
-            after_step(record_step),
+            after_step(AfterStep.RECORD, record_step),
             subscribed(Order.RECORD, record_loss),
         ):
             self.function(*args, **kwargs)

@@ -23,10 +23,10 @@ from parallelize.precision.levels import LeveledPrecision
 from parallelize.precision.loss_scaling import MARK, LossScaling, not_scaled
 from parallelize.precision.weight_casting import HalfWeights, exempt_modules, stored_in_half
 from parallelize.run.containers import leaves, map_leaves
-from parallelize.torch_patches import step
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.forward import route_of, routed_models
 from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.step import AfterStep, BeforeStep, after_step, before_step
 
 __all__ = ["NativePrecision", "NativeSession"]
 
@@ -190,8 +190,8 @@ def _scaled(scaling: LossScaling) -> Iterator[None]:
     with replace_attribute(torch.amp.GradScaler, "scale", scale), patches:
         for patch in (
             subscribed(Order.SCALE, scaling.around_backward),
-            step.before_step(scaling.before_step),
-            step.after_step(scaling.after_step),
+            before_step(BeforeStep.SCALE, scaling.before_step),
+            after_step(AfterStep.SCALE, scaling.after_step),
             _refusing("register_hook"),
             _refusing("retain_grad"),
             _refusing("register_post_accumulate_grad_hook"),

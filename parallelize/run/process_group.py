@@ -35,7 +35,7 @@ from parallelize.torch_patches.objects import signed_objects
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.process_groups import destroy_group, replace_group_functions
 from parallelize.torch_patches.save import atomic_saves
-from parallelize.torch_patches.step import StepCount, after_step
+from parallelize.torch_patches.step import AfterStep, StepCount, after_step
 
 __all__ = [
     "GroupPurpose",
@@ -184,7 +184,8 @@ def _with_watchdog(
         return (max(longest, timeout) if since_ns is None else longest).total_seconds()
 
     watching = watchdog.watch(store, timeout_s=timeout_s, since_ns=since_ns)
-    with after_step(steps), registered(default_store()), atomic_saves(store, dist.get_rank()), watching:
+    counting = after_step(AfterStep.COUNT, steps)
+    with counting, registered(default_store()), atomic_saves(store, dist.get_rank()), watching:
         yield
 
 

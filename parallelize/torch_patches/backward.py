@@ -128,7 +128,9 @@ def subscribed(order: Order, subscriber: Subscriber) -> Iterator[None]:
         subscriber: calls `run` once, with the pass or a changed one.
     """
     if not _subscribers:
-        _installed.enter_context(replace_attribute(torch.autograd, "backward", _patch(torch.autograd.backward)))
+        _installed.enter_context(
+            replace_attribute(torch.autograd, "backward", _patch(torch.autograd.backward))
+        )
     entry = (order, subscriber)
     _subscribers.append(entry)
     _subscribers.sort(key=itemgetter(0))

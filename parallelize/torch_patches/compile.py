@@ -35,5 +35,7 @@ def traceable(method: Callable[..., Any]) -> Callable[..., Any]:
     if function is None or not trace_rules.check(function):
         return method
     inlined: Any = external_utils.wrap_inline(function)
-    inlined.__code__ = inlined.__code__.replace()  # dynamo limits the number of graphs per code object
+    inlined.__code__ = (
+        inlined.__code__.replace()
+    )  # dynamo limits the number of graphs per code object
     return types.MethodType(inlined, getattr(method, "__self__", None))

@@ -80,7 +80,9 @@ class Route:
         if functions:
             functions[_GETSTATE] = self._getstate()
         self._installed = {name: types.MethodType(each, model) for name, each in functions.items()}
-        self._shadowed = {name: model.__dict__[name] for name in functions if name in model.__dict__}
+        self._shadowed = {
+            name: model.__dict__[name] for name in functions if name in model.__dict__
+        }
         model.__dict__.update(self._installed)  # not by setattr: a class may override __setattr__
         _routes.add(self)
 
@@ -129,7 +131,11 @@ class Route:
             state = shadowed() if shadowed is not None else kind.__getstate__(model)
             if not isinstance(state, dict):
                 return state
-            kept = {name: value for name, value in state.items() if value is not self._installed.get(name)}
+            kept = {
+                name: value
+                for name, value in state.items()
+                if value is not self._installed.get(name)
+            }
             return {**kept, **self._shadowed}
 
         getstate.__name__ = _GETSTATE

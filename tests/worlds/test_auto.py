@@ -16,6 +16,7 @@ import pytest
 import torch
 from ranks import outputs_of_ranks
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize import AutoBackend, ConfigError, FSDPBackend, distributed, parallel_model, rank, world_size
 from parallelize.backends.auto.choice import SIZES, choose
@@ -163,6 +164,23 @@ def test_the_table_the_start_line_and_the_report_are_logged_once_on_rank_0() -> 
     assert "backend='auto' has chosen ddp: 0.005 GiB" in line
     assert report.startswith("ddp: 0.005 GiB, ")
     assert " ms a step predicted; measured: " in report
+
+
+def test_the_report_leaves_the_users_hook_alone() -> None:
+    """A hook that the user registers after the choice runs after each step, also after the one that is reported."""
+
+    def run() -> int:
+        model, calls = Net(), []
+        optimizer = torch.optim.AdamW(model.parameters())
+        with parallel_model(model, backend="auto", buffers="rank0"):
+            step(model, optimizer)  # the first batch, on which the engine is chosen
+            hook = register_optimizer_step_post_hook(lambda *_: calls.append("a step"))
+            for _ in range(12):
+                step(model, optimizer)
+        hook.remove()
+        return len(calls)
+
+    assert distributed(processes=2)(run).all_ranks() == [12, 12]
 
 
 def test_a_model_that_fits_nowhere_is_told_what_is_missing() -> None:

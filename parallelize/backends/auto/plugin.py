@@ -24,7 +24,7 @@ from parallelize.plugins.options import Parse, bytes_of_device, choice, path
 from parallelize.plugins.registry import find
 from parallelize.run.containers import leaves
 from parallelize.run.context import current
-from parallelize.torch_patches.step import after_step, parameters_of
+from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
 
 __all__ = ["AutoBackend"]
 
@@ -167,7 +167,7 @@ class _AutoEngine(Engine):
         self._kept[key] = choice
         if self._world.is_main:
             _log.info("%s", choice.table)
-            self._reporting.callback(after_step(self._after_step).remove)
+            self._reporting.enter_context(after_step(AfterStep.MEASURE, self._after_step))
             if self._options.plan is not None:
                 Path(self._options.plan).write_text(json.dumps(self._kept, indent=1))
 
@@ -176,10 +176,12 @@ class _AutoEngine(Engine):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Log how long steps have taken, and the memory of an accelerator, beside the prediction."""
-        if not {*parameters_of(optimizer)}.isdisjoint(self._inner.model.parameters()):
-            self._times.append(time.perf_counter())
+        # A hook of torch cannot leave while it runs, so that it stays until the block ends.
+        is_reported = len(self._times) == _STEPS
+        if is_reported or {*parameters_of(optimizer)}.isdisjoint(self._inner.model.parameters()):
+            return
+        self._times.append(time.perf_counter())
         if len(self._times) == _STEPS:
-            self._reporting.close()
             step_s = (self._times[-1] - self._times[0]) / (_STEPS - 1)
             peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
             memory = f", at most {peak / 2**30:.3f} GiB allocated" if peak else ""

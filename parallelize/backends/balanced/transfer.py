@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize.backends.model_state import named_tensors
 from parallelize.run.containers import leaves, map_leaves
-from parallelize.torch_patches import step
+from parallelize.torch_patches.step import BeforeStep, before_step
 
 __all__ = ["Copies", "owners", "place", "restoring_placement", "tensors_in", "to_device"]
 
@@ -88,15 +88,14 @@ def restoring_placement(model: nn.Module) -> Iterator[None]:
     original = [(each, each.device) for each in named_tensors(model).values()]
     optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def follow_parameters(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         optimizers.add(optimizer)
         _move_optimizer_state(optimizer)
 
-    handle = step.before_step(before_step)
     try:
-        yield
+        with before_step(BeforeStep.PLACE, follow_parameters):
+            yield
     finally:
-        handle.remove()
         for tensor, device in original:
             _move_tensor(tensor, device)
         for optimizer in optimizers:

@@ -24,8 +24,7 @@ from parallelize.backends.fsdp.full_tensors import (
     stand_for,
     state,
 )
-from parallelize.torch_patches import step
-from parallelize.torch_patches.step import parameters_of
+from parallelize.torch_patches.step import BeforeStep, before_step, parameters_of
 
 __all__ = ["Steps"]
 
@@ -44,7 +43,7 @@ class Steps:
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._open: Any = None, ()  # the optimizer whose step runs on rows, and its sharded parameters
         self._hooks = contextlib.ExitStack()
-        self._hooks.callback(step.before_step(self._before).remove)
+        self._hooks.enter_context(before_step(BeforeStep.PLACE, self._before))
         self.close = self._hooks.close
 
     def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
