@@ -35,6 +35,7 @@ from parallelize.run.context import Runtime
 from parallelize.run.rng import seed_generators
 from parallelize.torch_patches.compile import exclude_package
 from parallelize.torch_patches.forward import route_of
+from parallelize.torch_patches.module_tensors import all_buffers, all_named_parameters, all_parameters
 
 __all__ = ["no_sync", "parallel_model"]
 
@@ -315,7 +316,7 @@ def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
     option = next((name for name, is_refused in reasons.items() if is_refused), None)
     seen: dict[int, tuple[nn.Module, str]] = {}
     for model in models if option is not None else ():
-        for name, each in model.named_parameters():
+        for name, each in all_named_parameters(model):
             owner, text = seen.setdefault(id(each), (model, f"{name} of {type(model).__name__}"))
             if owner is not model:
                 raise ConfigError(
@@ -370,7 +371,7 @@ class _TensorEngine(LocalEngine):
         super().__init__(inner)
         if run.world.world_size > 1:
             self.reduction = Reduction()
-            broadcast_from_rank_0(list(inner.parameters()))
+            broadcast_from_rank_0(list(all_parameters(inner)))
 
 
 class _WrapEngine(LocalEngine):
@@ -402,4 +403,4 @@ class _WrapEngine(LocalEngine):
             # Otherwise the reducer's hooks stay on the AccumulateGrad nodes until the reducer is freed.
             self.module.reducer._remove_autograd_hooks()
             if not failed and self.module.broadcast_buffers:
-                broadcast_from_rank_0(list(self.local.buffers()))
+                broadcast_from_rank_0(list(all_buffers(self.local)))

@@ -21,6 +21,7 @@ from parallelize.errors import SyncError
 from parallelize.run import context
 from parallelize.run.process_group import GroupPurpose, separate_group
 from parallelize.run.user_line import user_stacklevel
+from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters, all_parameters
 
 __all__ = ["differences", "digest", "fingerprint", "require_same_model", "warn_if_trained_apart"]
 
@@ -92,7 +93,7 @@ def require_same_model(model: nn.Module) -> None:
     """
     parts = [
         f"{name} ({_kind(each)}, {tuple(each.shape)}, {each.dtype})"
-        for name, each in (*model.named_parameters(), *model.named_buffers())
+        for name, each in (*all_named_parameters(model), *all_named_buffers(model))
     ]
     for _, rank in differences([digest(repr(parts))]):
         found = gather_objects(parts)
@@ -109,7 +110,7 @@ def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
     """Warn if models that have been in a block before, and get rank 0's parameters now, differ; sends 32 bytes."""
     is_known = all(each in _entered for each in models)
     _entered.update(models)
-    parameters = [each for model in models for each in model.parameters()] if is_known else []
+    parameters = [each for model in models for each in all_parameters(model)] if is_known else []
     found = [index for index, _ in differences([torch.tensor(float(is_known)), fingerprint(parameters)])]
     if is_known and found == [1] and context.is_main():
         warnings.warn(

@@ -32,6 +32,7 @@ from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.step import BeforeStep, Closure, before_step, change_closure
+from parallelize.torch_patches.module_tensors import all_parameters
 
 __all__ = ["Verification"]
 
@@ -129,7 +130,7 @@ class Verification:
         if unknown:
             # Other parameters of one's own models have not been in a forward since they were added.
             others = [each for each in routed_models() if id(each) not in self._reducer.models]
-            inside = {id(each) for model in others for each in model.parameters()}
+            inside = {id(each) for model in others for each in all_parameters(model)}
             # A DTensor is the shard of a model in a block.
             unknown = [each for each in unknown if id(each) not in inside and not hasattr(each, "full_tensor")]
         slots = [known[id(each)] for each in tensors if id(each) in known]

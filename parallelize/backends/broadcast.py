@@ -15,6 +15,12 @@ from torch import nn
 from parallelize.errors import ConfigError
 from parallelize.gradients import differentiable
 from parallelize.run.user_line import user_stacklevel
+from parallelize.torch_patches.module_tensors import (
+    all_buffers,
+    all_named_buffers,
+    all_named_parameters,
+    all_parameters,
+)
 
 __all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "place", "refuse_unbroadcastable"]
 
@@ -35,7 +41,7 @@ def refuse_unbroadcastable(model: nn.Module, *, accepts_expanded: bool) -> None:
     Raises:
         ConfigError: a tensor whose layout or dtype broadcast does not support, or that broadcast cannot overwrite.
     """
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
+    for name, each in (*all_named_parameters(model), *all_named_buffers(model)):
         obstacle = _obstacle(each, accepts_expanded=accepts_expanded)
         if obstacle is not None:
             raise ConfigError(
@@ -67,7 +73,7 @@ def place(module: nn.Module, device: torch.device) -> None:
     They are those of each submodule's `reset_parameters`, or else NaN until values are loaded.
     """
     for part in reversed(list(module.modules())):  # children first: a parent may initialize them anew
-        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        tensors = [*all_parameters(part, recurse=False), *all_buffers(part, recurse=False)]
         missing = [each for each in tensors if each.is_meta]
         for each in missing:
             value = torch.full_like(each, torch.nan if each.is_floating_point() else 0, device=device)

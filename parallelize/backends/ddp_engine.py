@@ -15,6 +15,7 @@ from parallelize.plugins.base import Backend, Engine, Inner, Reduction
 from parallelize.plugins.options import Parse, flag, invalid, number
 from parallelize.run.context import current
 from parallelize.torch_patches.forward import SplitAtBuckets
+from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 
 __all__ = ["DTYPES", "DDPOptions", "ReplicatedEngine"]
 
@@ -95,7 +96,7 @@ class ReplicatedEngine(Engine):
         refuse_unbroadcastable(model, accepts_expanded=False)
         self.reduction = options.reduction(inner)
         self._model, self._how = model, inner.buffer_source if options.broadcast_buffers else None
-        broadcast_from_rank_0(list(model.parameters()))
+        broadcast_from_rank_0(list(all_parameters(model)))
         self._known: list[torch.Tensor] = []
         self._split = SplitAtBuckets(self.reduction.bucket_bytes)
         self.local, self.module = module, self._run
@@ -116,11 +117,11 @@ class ReplicatedEngine(Engine):
 
     @override
     def refresh(self) -> None:
-        known, self._known = {id(each) for each in self._known}, list(self._model.buffers())
+        known, self._known = {id(each) for each in self._known}, list(all_buffers(self._model))
         broadcast_from_rank_0([each for each in self._known if id(each) not in known])
         self._buffers = RegisteredBuffers(self._model) if self._known else None
 
     @override
     def close(self, *, failed: bool) -> None:
         if not failed and self._how is not None:
-            broadcast_from_rank_0(list(self._model.buffers()))
+            broadcast_from_rank_0(list(all_buffers(self._model)))

@@ -36,6 +36,7 @@ from parallelize.run.rng import RNGState, derive_seed, global_generators
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 from parallelize.torch_patches.forward import SplitAtBuckets
+from parallelize.torch_patches.module_tensors import all_named_parameters
 
 __all__ = ["Parts", "same_bits"]
 
@@ -153,7 +154,7 @@ class Parts(nn.Module):
         self._drawn = self._since = 0  # number drawn by the latest recorded forward, and forwards since it
         self._recorded = 0
         self._split = SplitAtBuckets(25 * 2**20)
-        self._bits.names.update((id(each), name) for name, each in inner.model.named_parameters())
+        self._bits.names.update((id(each), name) for name, each in all_named_parameters(inner.model))
         # Autocast keeps a copy in half precision of a leaf, to which all its gradients go, and none of an alias.
         self._has_aliases = self._count > 1 or type(inner.session) is not Session
         session: Any = inner.session

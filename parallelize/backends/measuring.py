@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallelize.run.containers import leaves
+from parallelize.torch_patches.module_tensors import all_parameters
 
 __all__ = ["elapsed_s", "free_bytes", "now", "run_backward", "seconds_of", "shortest"]
 
@@ -85,7 +86,7 @@ def shortest(call: Callable[[], object], *devices: torch.device) -> float:
 
 def run_backward(model: nn.Module, output: Any) -> None:
     """Compute and discard the gradients of a model's parameters, where this can be done."""
-    wanted = [each for each in model.parameters() if each.requires_grad]
+    wanted = [each for each in all_parameters(model) if each.requires_grad]
     sums = [each.sum().real for each in leaves(output) if getattr(each, "grad_fn", None) is not None]
     if not sums or not wanted:
         return

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize.run.containers import leaves
 from parallelize.run.rng import RNGState
+from parallelize.torch_patches.module_tensors import all_buffers, all_named_buffers, all_named_parameters
 
 __all__ = ["ModelState", "named_tensors"]
 
@@ -58,7 +59,9 @@ class ModelState:
         self._contents = [(each, copy.copy(each)) for each in containers if type(each) in _CONTAINERS]
         self._values = self._named()
         self._forms = {name: _form(value) for name, value in self._values.items()}
-        self._buffers = [(each, each.detach().clone()) for each in model.buffers()]  # batch norm writes to them unseen
+        self._buffers = [
+            (each, each.detach().clone()) for each in all_buffers(model)
+        ]  # batch norm writes to them unseen
         self._written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by name: a tensor and its former value
 
     @contextlib.contextmanager
@@ -110,8 +113,8 @@ class ModelState:
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by all of their names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
+    parameters = all_named_parameters(model, remove_duplicate=False)
+    return dict([*parameters, *all_named_buffers(model, remove_duplicate=False)])
 
 
 def _is_dense(value: Any) -> bool:

@@ -34,6 +34,7 @@ from parallelize.torch_patches.forward import (
     routed_models,
     watching_registrations,
 )
+from parallelize.torch_patches.module_tensors import all_parameters
 
 __all__ = ["Block"]
 
@@ -225,7 +226,7 @@ class _RoutedModel:
         reducer = self._block.reducer
         if reducer is not None and self.engine.reduction is not None:
             require_same_model(model)
-            new: list[torch.Tensor] = [each for each in model.parameters() if id(each) not in reducer.slots]
+            new: list[torch.Tensor] = [each for each in all_parameters(model) if id(each) not in reducer.slots]
             broadcast_from_rank_0(new)
         self.engine.refresh()
         self._block.refresh()
@@ -240,7 +241,7 @@ class _RoutedModel:
         if not self._block.is_over:
             return
         model = self.inner.model
-        trained = [node_of(each) for each in model.parameters() if each.requires_grad]
+        trained = [node_of(each) for each in all_parameters(model) if each.requires_grad]
         if any(map(torch._C._will_engine_execute_node, trained)):
             raise SyncError(
                 f"backward after the parallel_model block, of a forward of {type(model).__name__} inside it",

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from parallelize.errors import ConfigError, did_you_mean
 from parallelize.torch_patches.forward import overlapping_route
+from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters, all_parameters
 
 __all__ = ["LeafTensor", "check_models", "methods_of"]
 
@@ -74,13 +75,13 @@ def _check_type(model: Any) -> None:
 
 
 def _check_tensors(model: nn.Module, *, accepts_meta: bool) -> None:
-    if next(model.parameters(), None) is None:
+    if next(all_parameters(model), None) is None:
         raise ConfigError(
             f"parallel_model({type(model).__name__}), which has no parameters",
             why="there is nothing to train or to keep alike; modules in a plain list, tuple or dict are not registered",
             fix="keep submodules in nn.ModuleList or nn.ModuleDict; leave modules without parameters out of the block",
         )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*all_named_parameters(model), *all_named_buffers(model)):
         if is_lazy(tensor):
             raise ConfigError(
                 f"{name} of {type(model).__name__} has no size yet",

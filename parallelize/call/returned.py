@@ -34,6 +34,7 @@ from parallelize.call.reachable import (
     is_user_code,
     namespace,
 )
+from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
 from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["Changes", "bytes_of_models", "data_of", "restore", "unreturned_warning"]
@@ -52,7 +53,7 @@ _MAX_SHOWN = 5
 def _tensors(item: object) -> dict[str, Any]:
     """Return parameters and buffers of a module, or parameters of an optimizer, by name."""
     if is_a(item, nn.Module):
-        return {**dict(item.named_parameters()), **dict(item.named_buffers())}
+        return {**dict(all_named_parameters(item)), **dict(all_named_buffers(item))}
     parameters = parameters_of(item) if is_a(item, Optimizer) else ()
     return {f"parameter {index}": parameter for index, parameter in enumerate(parameters)}
 

@@ -23,6 +23,7 @@ from torch import nn
 from parallelize.errors import ConfigError, Fault
 from parallelize.run.containers import is_entangled, leaves, map_leaves
 from parallelize.torch_patches.forward import route_of
+from parallelize.torch_patches.module_tensors import all_buffers, all_named_parameters, all_parameters
 from parallelize.torch_patches.step import parameters_of
 
 __all__ = [
@@ -252,7 +253,7 @@ class _ModelHandler(_ObjectHandler):
 
         saved = renamed(self.state)
         saved._metadata = renamed(_versions(self.state))
-        parameters = list(self.obj.named_parameters(remove_duplicate=False))
+        parameters = list(all_named_parameters(self.obj, remove_duplicate=False))
         held = {id(parameter): saved[name] for name, parameter in parameters if name in saved}
         for name, parameter in parameters:
             if name in own and id(parameter) in held:
@@ -285,7 +286,7 @@ class _ModelHandler(_ObjectHandler):
         return _unlike_state(own, saved) if own and saved else []
 
     def shard_targets(self) -> dict[int, Any]:
-        named = self.obj.named_parameters(remove_duplicate=False)
+        named = all_named_parameters(self.obj, remove_duplicate=False)
         return {id(self.state.get(name)): parameter for name, parameter in named if is_dtensor(parameter)}
 
     def prepare(self) -> None:
@@ -410,7 +411,7 @@ def handler_for(obj: Any, name: str = "", names: Mapping[int, str] = _NO_NAMES) 
 def is_sharded(obj: Any) -> bool:
     """Return whether an object has shards, so that all ranks must take part in saving it."""
     if isinstance(obj, nn.Module):
-        found = [*obj.parameters(), *obj.buffers()]
+        found = [*all_parameters(obj), *all_buffers(obj)]
     else:
         found = parameters_of(obj) if isinstance(obj, torch.optim.Optimizer) else leaves(obj, once=True)
     return any(map(is_dtensor, found))
@@ -425,7 +426,7 @@ def states_of(objects: Named, gather: Callable[[Any], Any] | None = None) -> dic
             by the names of parameters, as torch's own tools expect in a folder.
     """
     models = [] if gather else [each for each in objects.values() if isinstance(each, nn.Module)]
-    names = {id(parameter): name for model in reversed(models) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for model in reversed(models) for name, parameter in all_named_parameters(model)}
     return {name: to_safe_types(handler_for(obj, name, names).get(), name, gather) for name, obj in objects.items()}
 
 

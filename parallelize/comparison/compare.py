@@ -20,6 +20,7 @@ from parallelize.run.context import active, current, world_size
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
+from parallelize.torch_patches.module_tensors import all_named_parameters
 from parallelize.worker.preemption import handle_stop_signals
 
 __all__ = ["ComparedStep", "Comparison", "compare_runs", "signed_means"]
@@ -227,7 +228,7 @@ class _RecordedFunction:
             names = {
                 id(p): f"{type(each).__name__}.{name}"
                 for each in routed_models()
-                for name, p in each.named_parameters()
+                for name, p in all_named_parameters(each)
             }
             owned = {names.get(id(p), f"parameter {n}"): p for n, p in enumerate(parameters_of(optimizer))}
             weights = {name: signed_means(p) for name, p in owned.items()}

@@ -25,6 +25,7 @@ from parallelize.gradients.batch_weights import Weight, with_weight
 from parallelize.gradients.target_counts import loss_counts, number_on, required_count
 from parallelize.run.context import Runtime
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
+from parallelize.torch_patches.module_tensors import all_parameters
 
 __all__ = ["Average", "Averaging"]
 
@@ -81,7 +82,7 @@ class Averaging:
             run(with_weight(each, self._weight))
 
     def _is_of_block(self, roots: Roots) -> bool:
-        parameters = {id(each) for model in self._models for each in model.parameters()}
+        parameters = {id(each) for model in self._models for each in all_parameters(model)}
         return any(
             # By a parameter, e.g. of a submodule: the search goes through the whole graph.
             self in node.metadata.get(MODELS_KEY, ()) or id(getattr(node, "variable", None)) in parameters

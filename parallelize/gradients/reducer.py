@@ -41,6 +41,7 @@ from parallelize.run.context import current
 from parallelize.run.process_group import GroupPurpose, separate_group
 from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
+from parallelize.torch_patches.module_tensors import all_named_parameters
 
 __all__ = ["Reducer", "Slot"]
 
@@ -165,7 +166,7 @@ class Reducer:
         for model, reduction in models:
             own = []
             sparse = {id(each.weight) for each in model.modules() if has_sparse_gradient(each)}
-            for name, each in model.named_parameters():
+            for name, each in all_named_parameters(model):
                 is_trainable = each.is_floating_point() or each.is_complex()
                 if is_trainable and id(each) not in self.slots:
                     slot = Slot(f"{name} of {type(model).__name__}", each, is_sparse=id(each) in sparse)

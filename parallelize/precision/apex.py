@@ -23,6 +23,7 @@ from parallelize.precision.levels import LeveledPrecision
 from parallelize.precision.weight_casting import cast_states, dtypes_kept
 from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
+from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.step import parameters_of
 
@@ -70,7 +71,7 @@ class ApexPrecision(LeveledPrecision):
             ConfigError: no optimizer holds a parameter of the models.
         """
         library = _apex_amp()
-        parameters = [each for model in models for each in model.parameters()]
+        parameters = [each for model in models for each in all_parameters(model)]
         held = [(each, parameters_of(each)) for each in live_optimizers(parameters, also=optimizers)]
         if not held:
             raise ConfigError(
@@ -174,7 +175,7 @@ def _restore_parameters(optimizer: Any, parameters: list[torch.Tensor]) -> None:
 
 def _drop_half_gradients(model: nn.Module) -> None:
     """Drop gradients that Apex has left scaled."""
-    for each in model.parameters():
+    for each in all_parameters(model):
         each.grad = None if each.dtype is torch.float16 else each.grad
 
 

@@ -30,6 +30,7 @@ from parallelize.gradients.host_copy import HostCopy
 from parallelize.plugins.base import Amp
 from parallelize.run.context import is_capturing
 from parallelize.torch_patches.backward import Pass, Root, Run, is_in_backward
+from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["MARK", "LossScale", "LossScaling", "not_scaled"]
@@ -99,7 +100,7 @@ class LossScaling:
         known, seen = dict.fromkeys([*self._parameters, *models]), set[torch.Tensor]()
         self._parameters = {model: [] for model in known if model not in former}
         for model, parameters in self._parameters.items():
-            parameters += [each for each in model.parameters() if each not in seen]  # shared ones are unscaled once
+            parameters += [each for each in all_parameters(model) if each not in seen]  # shared ones are unscaled once
             seen.update(parameters)
         self._are_marks_complete: bool | None = None  # whether no leaf of a loss is hidden by marks
         self._set_leaves([])

@@ -25,6 +25,7 @@ from parallelize.precision.weight_casting import HalfWeights, exempt_modules, st
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.forward import route_of, routed_models
+from parallelize.torch_patches.module_tensors import all_named_parameters
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.step import AfterStep, BeforeStep, after_step, before_step
 
@@ -215,7 +216,7 @@ def _refusing(name: str) -> contextlib.AbstractContextManager[None]:
 
 def _refuse_parameters(models: Sequence[nn.Module]) -> None:
     for model in models:
-        for name, each in model.named_parameters():
+        for name, each in all_named_parameters(model):
             if each.dtype is torch.float16:
                 why = "its gradient has the same dtype, and unscaled gradients underflow in fp16"
                 fix = "pass the model in fp32, without .half(), or "

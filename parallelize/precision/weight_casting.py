@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import at_end_of_backward, is_in_backward
+from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
 
 __all__ = ["HalfWeights", "cast_states", "dtypes_kept", "exempt_modules", "stored_in_half"]
 
@@ -168,7 +169,7 @@ def _floating_point_tensors(models: Sequence[nn.Module]) -> dict[tuple[int, str]
     return {
         (number, name): each
         for number, model in enumerate(models)
-        for name, each in (*model.named_parameters(), *model.named_buffers())
+        for name, each in (*all_named_parameters(model), *all_named_buffers(model))
         if each.is_floating_point()
     }
 

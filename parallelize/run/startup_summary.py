@@ -23,6 +23,7 @@ from torch import nn
 from parallelize.config.explain import precision_summary
 from parallelize.plugins.base import Engine
 from parallelize.run.context import Runtime, active
+from parallelize.torch_patches.module_tensors import all_parameters
 
 __all__ = ["ActiveLoader", "StartupSummary", "announce", "announced", "size_text"]
 
@@ -98,7 +99,7 @@ class StartupSummary:
         count = trained = sent = 0
         for model, engine in self._engines.items():
             dtype = engine.reduction.dtype if engine.reduction is not None else None
-            for each in model.parameters():
+            for each in all_parameters(model):
                 number = each.numel()  # of a sharded parameter, it counts all shards
                 count += number
                 trained += number * each.requires_grad

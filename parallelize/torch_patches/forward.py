@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.private import replace_attribute
 
 __all__ = [
@@ -116,7 +117,6 @@ class Route:
         found = self._methods[method]
         functools.update_wrapper(forward, getattr(found, "__func__", found))
         forward.__name__ = method
-        forward.__dict__["route"] = self
         # torch.compile of the model breaks the graph here, and compiles the user's forward inside.
         disable: Any = torch.compiler.disable
         routed: Callable[..., Any] = disable(forward, recursive=False)
@@ -144,9 +144,11 @@ class Route:
 
 def route_of(model: nn.Module) -> Route | None:
     """Return the route of a model; None if it is in no block, or is a copy of one that is."""
-    routed = getattr(model.__dict__.get("forward"), "__func__", None)
-    route = getattr(routed, "route", None)
-    return route if isinstance(route, Route) and route.model is model else None
+    # Not by `model.forward`: code in the block may have set another one, which calls that of the route.
+    for route in tuple(_routes):
+        if route.model is model:
+            return route
+    return None
 
 
 def routed_models() -> list[nn.Module]:
@@ -156,9 +158,9 @@ def routed_models() -> list[nn.Module]:
 
 def overlapping_route(model: nn.Module) -> Route | None:
     """Return the route of a model in a block that shares a module or parameter with `model`."""
-    parts = {id(part) for part in (*model.modules(), *model.parameters())}
+    parts = {id(part) for part in (*model.modules(), *all_parameters(model))}
     for route in tuple(_routes):
-        if any(id(part) in parts for part in (*route.model.modules(), *route.model.parameters())):
+        if any(id(part) in parts for part in (*route.model.modules(), *all_parameters(route.model))):
             return route
     return None
 

@@ -181,6 +181,10 @@ def test_compiled_models() -> None:
     model.compile(backend="eager")
     with pytest.raises(ConfigError, match="the model is compiled"), parallel_model(model, backend=TWO):
         pass
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.forward = torch.compile(model.forward, backend="eager")
+    with pytest.raises(ConfigError, match="the model is compiled"), parallel_model(model, backend=TWO):
+        pass
 
 
 def test_a_model_that_fits_nowhere() -> None:

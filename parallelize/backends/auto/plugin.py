@@ -25,6 +25,7 @@ from parallelize.plugins.registry import find
 from parallelize.run.containers import leaves
 from parallelize.run.context import current
 from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
+from parallelize.torch_patches.module_tensors import all_parameters
 
 __all__ = ["AutoBackend"]
 
@@ -108,7 +109,7 @@ class _AutoEngine(Engine):
         self._facts = functools.partial(
             facts_of, inner.model, self._world, places["devices"], options.memory, places["restore"]
         )
-        is_large = next(inner.model.parameters()).is_meta
+        is_large = next(all_parameters(inner.model)).is_meta
         for facts in self._of_ranks(self._facts()):
             is_large |= facts["parameters"] + facts["gradients"] > facts["memory"]
         if is_large:
@@ -178,7 +179,7 @@ class _AutoEngine(Engine):
         """Log how long steps have taken, and the memory of an accelerator, beside the prediction."""
         # A hook of torch cannot leave while it runs, so that it stays until the block ends.
         is_reported = len(self._times) == _STEPS
-        if is_reported or {*parameters_of(optimizer)}.isdisjoint(self._inner.model.parameters()):
+        if is_reported or {*parameters_of(optimizer)}.isdisjoint(all_parameters(self._inner.model)):
             return
         self._times.append(time.perf_counter())
         if len(self._times) == _STEPS:

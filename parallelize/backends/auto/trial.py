@@ -27,6 +27,7 @@ from parallelize.plugins.base import Backend, Inner
 from parallelize.plugins.registry import find
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.run.live_optimizers import live_optimizers
+from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["facts_of", "rates_of", "tried"]
@@ -51,7 +52,7 @@ def facts_of(
         memory: usable bytes of the device; None: what is free.
         restore: whether the block ends with full parameters.
     """
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    tensors: list[Any] = [*all_parameters(model), *all_buffers(model)]
     device = devices[0]
     trained = [each for each in tensors if each.requires_grad]
     present, optimizers = [*tensors, *(each.grad for each in trained)], live_optimizers(trained)
@@ -62,7 +63,7 @@ def facts_of(
         state += _bytes(kept) or count * _bytes(parameters_of(each))
         present += kept
     units = find("backends", "fsdp")().units(model) if world.world_size > 1 else []
-    sizes = [_bytes(each.parameters()) for each in units]
+    sizes = [_bytes(all_parameters(each)) for each in units]
     outside = _bytes(tensors) - sum(sizes)
     free = free_bytes(device, world.local_world_size) + _bytes(present, device)
     return {
@@ -198,7 +199,9 @@ def _saved(model: nn.Module, forward: Callable[[], object], copies: int) -> Fact
 
     Backward frees what is saved in reverse order, while it computes the gradients of the parameters that it meets.
     """
-    gradients = {_reference(each.untyped_storage()): _bytes([each]) * each.requires_grad for each in model.parameters()}
+    gradients = {
+        _reference(each.untyped_storage()): _bytes([each]) * each.requires_grad for each in all_parameters(model)
+    }
     seen, saved = {*gradients}, list[tuple[int, Any]]()
 
     def drop(tensor: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -134,8 +135,11 @@ def _check_supported(inner: Inner) -> None:
     Raises:
         ConfigError: the model is compiled as a whole, or one of its modules is scripted or already parallel.
     """
-    is_optimized = type(inner.model).__name__ == "OptimizedModule" or inner.model._compiled_call_impl is not None
-    if is_optimized or not inner.is_replicable:
+    is_compiled = type(inner.model).__name__ == "OptimizedModule" or inner.model._compiled_call_impl is not None
+    for method in inner.original_methods.values():
+        # What torch.compile(model.forward) returns is a function. Any other callable runs in stages as a method does.
+        is_compiled |= not inspect.ismethod(method) and hasattr(method, "get_compiler_config")
+    if is_compiled:
         raise ConfigError(
             "the model is compiled",
             why="calls of submodules inside a compiled graph cannot be followed, so it cannot be split into stages",

@@ -31,6 +31,7 @@ from torch import nn
 from parallelize.backends.balanced.transfer import owners, tensors_in
 from parallelize.backends.measuring import elapsed_s, free_bytes, now, shortest
 from parallelize.errors import ConfigError
+from parallelize.torch_patches.module_tensors import all_parameters
 
 __all__ = [
     "DeviceSpec",
@@ -138,7 +139,7 @@ def _units(modules: Mapping[str, nn.Module], calls: Counter[str]) -> list[str]:
         name
         for name, count in calls.items()
         if all(calls[each] == 1 for each in around[name])
-        and (name not in inside if count == 1 else [*modules[name].parameters()])
+        and (name not in inside if count == 1 else [*all_parameters(modules[name])])
     ]
     units = [*names]  # named after the largest modules that begin with them
     for name in reversed(calls):
@@ -184,7 +185,7 @@ def _costs(
     found = defaultdict[tuple[str, str], float](float)
     laps: list[tuple[str, Any, Any]] = []
     # Each storage counts once, those of parameters never.
-    seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.layout is torch.strided}
+    seen = {each.untyped_storage().data_ptr() for each in all_parameters(model) if each.layout is torch.strided}
     # What runs, on which device and since when. The first unit begins before it is called.
     running = units[0], device, now(device)
 
@@ -302,7 +303,7 @@ def device_specs(
 def _usable_bytes(device: torch.device, model: nn.Module) -> float:
     if device.type != "cuda":
         return _NO_LIMIT
-    own = sum(each.nbytes for each in model.parameters() if each.device == device)
+    own = sum(each.nbytes for each in all_parameters(model) if each.device == device)
     return (free_bytes(device) + own) * _USABLE
 
 

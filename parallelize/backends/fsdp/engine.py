@@ -37,6 +37,12 @@ from parallelize.plugins.base import Engine, Inner, Reduction
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.run.process_group import GroupPurpose, separate_group, subgroup_of_this_rank
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
+from parallelize.torch_patches.module_tensors import (
+    all_buffers,
+    all_named_parameters,
+    all_parameters,
+    without_overrides,
+)
 
 if TYPE_CHECKING:
     from parallelize.backends.fsdp.plugin import FSDPBackend
@@ -67,7 +73,7 @@ class FSDPEngine(Engine):
         units = units_of(model, options.blocks)
         _refuse_gradients(model, units)
         refuse_unbroadcastable(model, accepts_expanded=True)
-        first = next(model.parameters())
+        first = next(all_parameters(model))
         self._home = device if first.is_meta else first.device  # where full parameters go at the end
         # One entry per name of a parameter: tied parameters have several.
         self._registrations = [
@@ -76,7 +82,7 @@ class FSDPEngine(Engine):
             for name, each in module._parameters.items()
             if each is not None and each.ndim
         ]
-        self._names = {each: name for name, each in model.named_parameters()}
+        self._names = {each: name for name, each in all_named_parameters(model)}
         known = {id(each): set(each) for each in _dictionaries(model)}
         self._originals: dict[Any, Any] = {}  # fully_shard's record of a parameter -> the original
         self._groups: list[Any] = []  # of records, the root's last
@@ -92,7 +98,7 @@ class FSDPEngine(Engine):
                 elif key.startswith("_"):  # a mark for torch's compiler
                     del each[key]
         self.local = self.module = self._run
-        self._how = inner.buffer_source if options.broadcast_buffers and [*model.buffers()] else None
+        self._how = inner.buffer_source if options.broadcast_buffers and [*all_buffers(model)] else None
         self._buffers, self._output = RegisteredBuffers(model), None
         inner.register_forward_hook(self._flatten, prepend=True)
         self._writes, self._has_trained, self._is_kept = -1, True, False
@@ -115,22 +121,23 @@ class FSDPEngine(Engine):
         done = set[torch.Tensor]()
         for module in dict.fromkeys([*fp32, *modules]):
             place(module, device)
-            own = [each for each in (*module.parameters(), *module.buffers()) if each not in done]
+            own = [each for each in (*all_parameters(module), *all_buffers(module)) if each not in done]
             # fully_shard refuses parameters that are not contiguous: transposed ones, those in channels_last.
             for parameter in own:
                 if isinstance(parameter, nn.Parameter) and not parameter.is_contiguous():
                     parameter.data = parameter.data.contiguous()
             broadcast_from_rank_0(own)
             kind: Any = type(module)
-            fully_shard(
-                module,
-                mesh=self._mesh,
-                reshard_after_forward=options.reshard_after_forward,
-                mp_policy=fp32_policy if module in fp32 else policy,
-                offload_policy=offload,
-                # A parameter of another unit gathers itself where this one uses it.
-                ignored_params={each for each in module.parameters() if each in done or not each.ndim},
-            )
+            with without_overrides(module):
+                fully_shard(
+                    module,
+                    mesh=self._mesh,
+                    reshard_after_forward=options.reshard_after_forward,
+                    mp_policy=fp32_policy if module in fp32 else policy,
+                    offload_policy=offload,
+                    # A parameter of another unit gathers itself where this one uses it.
+                    ignored_params={each for each in all_parameters(module) if each in done or not each.ndim},
+                )
             state = fully_shard.state(module)  # type: ignore[attr-defined]  # see torch's comment on fully_shard
             module.__class__ = kind
             done.update(own)
@@ -310,7 +317,7 @@ def units_of(model: nn.Module, blocks: Any) -> list[nn.Module]:
     if blocks is None:
         chosen = list(dict.fromkeys(_members(model)))
     elif isinstance(blocks, int):
-        sizes = {module: sum(each.numel() for each in module.parameters()) for module in submodules}
+        sizes = {module: sum(each.numel() for each in all_parameters(module)) for module in submodules}
         chosen = [each for each in submodules if sizes[each] >= blocks and not isinstance(each, _CONTAINERS)]
     else:
         chosen = [each for each in submodules if isinstance(each, tuple(blocks))]
@@ -346,8 +353,8 @@ def _refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
             )
     known = set[torch.Tensor]()
     for unit in (*units, model):
-        dtypes = {each.dtype for each in unit.parameters() if each.requires_grad and each not in known}
-        known.update(unit.parameters())
+        dtypes = {each.dtype for each in all_parameters(unit) if each.requires_grad and each not in known}
+        known.update(all_parameters(unit))
         if len(dtypes) > 1:
             raise ConfigError(
                 f"trained parameters of {type(unit).__name__} are of {' and '.join(sorted(map(str, dtypes)))}",
