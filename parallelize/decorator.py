@@ -18,6 +18,7 @@ import wrapt
 from typing_extensions import Unpack
 
 from parallelize.call.module_values import edited_modules
+from parallelize.agreement.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.call.pickling import check_is_plain_function, is_importable
 from parallelize.call.returned import restore, unreturned_warning
 from parallelize.call.task import Task, name_of
@@ -32,6 +33,7 @@ from parallelize.config.layout import Layout, place
 from parallelize.config.options import Options
 from parallelize.errors import ConfigError
 from parallelize.launchers.batch_launcher import BatchLauncher
+from parallelize.launchers.local.calling_process import calling_process
 from parallelize.launchers.slurm.job import Job
 from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
@@ -325,7 +327,7 @@ def _worker_launcher(layout: Layout) -> Launcher:
 
 def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
     """Run a task in new processes; what it trained is written into the caller's objects, other changes are named."""
-    for path in edited_modules():
+    for path in calling_process.imported_files.edited():
         text = "was edited after this program imported it: workers run the new code; start the program again"
         warnings.warn(f"{path} {text}", stacklevel=4)
     outcomes = by.launch(task, node=node, environ=os.environ)

@@ -20,7 +20,7 @@ import types
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallelize.call.pickling import Trial, is_found, is_importable
 from parallelize.call.reachable import (
@@ -33,7 +33,7 @@ from parallelize.call.reachable import (
     variables_of,
 )
 
-__all__ = ["ModuleValues", "edited_modules"]
+__all__ = ["ImportedFiles", "ModuleValues"]
 
 _MAX_BYTES = 16 * 2**20  # larger values are data, which the workers read again on import
 # What mentions these is different in each worker.
@@ -197,18 +197,41 @@ def _set_from_rank(path: Path) -> set[str]:
     return found
 
 
-_seen = dict[str, tuple[object, float]]()  # by module: its spec, which a reload replaces, and the time of its file
+class ImportedFiles:
+    """Files of the user's modules, as the first call of a program has found them.
+
+    A worker imports a module anew, and so runs the new code of a file that was edited after this program has imported
+    it, where this program runs the old code.
+    """
+
+    def __init__(self) -> None:
+        self._files_of_modules: dict[str, _ImportedFile] = {}
+
+    def edited(self) -> list[str]:
+        """Return the files that were edited after the program's first call, and whose modules were not reloaded."""
+        edited = set()
+        for name, module in list(sys.modules.items()):
+            if not is_user_code(name):
+                continue
+            path = _file(module)
+            if not path.is_file():
+                continue
+            current = _ImportedFile(namespace(module).get("__spec__"), path.stat().st_mtime)
+            first = self._files_of_modules.setdefault(name, current)
+            if first.spec is not current.spec:
+                self._files_of_modules[name] = current
+            elif first.edited_s != current.edited_s:
+                edited.add(str(path))
+        return sorted(edited)
 
 
-def edited_modules() -> list[str]:
-    """Return the files of the user's modules that were edited after this program's first call, and not reloaded."""
-    found = set()
-    for name, module in list(sys.modules.items()):
-        if is_user_code(name) and (path := _file(module)).is_file():
-            now = namespace(module).get("__spec__"), path.stat().st_mtime
-            before = _seen.setdefault(name, now)
-            if before[0] is not now[0]:
-                _seen[name] = now
-            elif before != now:
-                found.add(str(path))
-    return sorted(found)
+class _ImportedFile(NamedTuple):
+    """The file of an imported module.
+
+    Args:
+        spec: the module's spec, which a reload replaces.
+        edited_s: when the file was edited.
+    """
+
+    spec: object
+    edited_s: float

@@ -20,7 +20,6 @@ process gets its number, by which the server sends signals to it and to its grou
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -29,16 +28,11 @@ import math
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing import popen_fork, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -48,15 +42,16 @@ from typing import Any, NamedTuple
 from parallelize.cluster.call_folders import remove_call_folder
 
 __all__ = [
+    "BLOCKED_SIGNALS",
+    "TORCH_MODULES",
     "EndWorkers",
     "InterruptWorkers",
+    "LeaveCall",
     "RequestsOfWorkers",
-    "ServerCall",
     "StartWorkers",
     "WorkersEnded",
     "WorkersRefused",
     "WorkersReport",
-    "connected",
     "serve",
 ]
 
@@ -64,42 +59,19 @@ _END_GRACE_S = 5.0  # between SIGTERM and SIGKILL, for workers whose caller has 
 _LOOK_EVERY_S = 1.0  # whether the caller has ended, if a process that it has forked keeps its sockets open
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _POLL_EVERY_S = 0.05  # how a worker has ended whose children keep its sentinel open
-_SERVER_KILL_TIMEOUT_S = 5.0  # a killed process that waits for a device ends later
 # The path of a socket has at most so many bytes: `sun_path` of <sys/un.h>, without its last zero.
 _SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 # As multiprocessing.connection.arbitrary_address names it.
 _SOCKET_NAME = "listener-12345678"
 
-_TORCH = (
+TORCH_MODULES = (
     "torch._dynamo",  # DistributedDataParallel imports it, which takes a second per rank
     "torch.distributed.fsdp",
     "torch.utils.serialization",  # torch.load imports it
     "parallelize.worker.main",
 )
-# Packages that start no thread or connection when they are imported, and make no random generator of their own.
-_FORKABLE = frozenset(
-    {
-        "PIL",
-        "matplotlib",
-        "numpy",
-        "pandas",
-        "parallelize",
-        "scipy",
-        "sklearn",
-        "timm",
-        "torchaudio",
-        "torchmetrics",
-        "torchvision",
-        "transformers",
-    }
-)
-# Variables that libraries read when they are imported. Not the number of threads, which workers set.
-_READ_AT_IMPORT = re.compile(
-    # Not the folder that importing torch._dynamo sets, as the first optimizer of a process does.
-    r"(PY)?TORCH(?!ELASTIC_|INDUCTOR_CACHE_DIR$)|NCCL_|GLOO_|LD_|MKL_|OMP_(?!NUM_THREADS)|KMP_|PARALLELIZE_PRELOAD$"
-)
 # In the server, as some clusters send them to all processes of a job, and in workers until they have their handlers.
-_BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StartWorkers(NamedTuple):
@@ -140,7 +112,7 @@ class EndWorkers(NamedTuple):
     grace_s: float
 
 
-class _LeaveCall(NamedTuple):
+class LeaveCall(NamedTuple):
     """The caller says nothing more, and has removed the call's folder."""
 
 
@@ -165,154 +137,6 @@ class WorkersEnded(NamedTuple):
     """All workers and their groups have ended; other processes may have their numbers now."""
 
 
-@dataclass(eq=False)
-class _Server:
-    """A fork server, as its caller sees it.
-
-    Args:
-        owner: process that has started it.
-        key: what chooses it: the variables that libraries read when they are imported; None: it imports nothing.
-        packages: names of what it imports.
-        process: the server.
-        control: socket by which it gets the socket of each call; it ends when this is closed, and
-            its calls have ended.
-        open_calls: how many calls the caller has not left.
-    """
-
-    owner: int
-    key: object
-    packages: Sequence[str]
-    process: subprocess.Popen[bytes]
-    control: socket.socket
-    open_calls: int = 0
-
-
-_servers: list[_Server] = []
-_start_lock = threading.Lock()
-
-
-class ServerCall:
-    """A call at the fork server, as its caller sees it.
-
-    Attributes:
-        connection: for the messages above.
-    """
-
-    def __init__(self, server: _Server, connection: Connection) -> None:
-        self._server, self.connection = server, connection
-
-    def is_server_running(self) -> bool:
-        """Return whether the server has not ended, so that it keeps the numbers of its workers."""
-        return self._server.process.poll() is None
-
-    def describe_server(self) -> str:
-        """Say what the server does as long as it does not answer."""
-        pid = self._server.process.pid
-        with contextlib.suppress(OSError):  # not Linux; it has ended
-            # The state follows the name of the program, which stands in parentheses.
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state == "T":
-                return f"the fork server (process {pid}), which a signal has stopped"
-        packages = ", ".join(self._server.packages) or "nothing but this package"
-        return f"the fork server (process {pid}), which imports {packages}"
-
-    def kill_server(self) -> None:
-        """Kill the server, which no call uses any more; Linux kills its workers with it."""
-        with _start_lock:
-            self._server.control.close()
-        self._server.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.process.wait(_SERVER_KILL_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def connected(environ: Mapping[str, str], *, is_preloaded: bool) -> Iterator[ServerCall]:
-    """Connect to a fork server for the workers of one call; leave the call with the block.
-
-    Args:
-        environ: variables of a fork server that has to be started: the first, after a fork of this
-            process, or if those have changed that libraries read when they are imported.
-        is_preloaded: whether the processes are forked from a server that has imported torch.
-    """
-    callers_end, servers_end = socket.socketpair()
-    connection = Connection(callers_end.detach())
-    with connection:
-        with _start_lock, servers_end:
-            server = _running_server(environ, is_preloaded=is_preloaded)
-            server.open_calls += 1
-            with contextlib.suppress(OSError):  # it has just ended, which closes the connection
-                socket.send_fds(server.control, [b"+"], [servers_end.fileno()])
-        try:
-            yield ServerCall(server, connection)
-        finally:
-            # Closing is not enough: a child that this process has forked meanwhile may keep the
-            # connection open.
-            with contextlib.suppress(OSError):
-                connection.send(_LeaveCall())
-            with _start_lock:
-                server.open_calls -= 1
-
-
-def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
-    key = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)} if is_preloaded else None
-    for server in list(_servers):
-        # One that was killed has closed its socket some time before it has ended.
-        is_running = server.control.fileno() >= 0 and not wait([server.control], 0)
-        if is_running and (server.owner, server.key) == (os.getpid(), key):
-            return server
-        server.control.close()
-        if server.process.poll() is not None:
-            _servers.remove(server)
-    modules = list(_TORCH) if is_preloaded else []
-    if is_preloaded and environ.get("PARALLELIZE_PRELOAD") != "0":
-        modules += [name for name in list(sys.modules) if name.partition(".")[0] in _FORKABLE]
-    server = _started_server(environ, key, modules)
-    _servers.append(server)
-    return server
-
-
-def _started_server(environ: Mapping[str, str], key: object, modules: Sequence[str]) -> _Server:
-    """Start a server that imports these modules."""
-    control, servers_control = socket.socketpair()
-    # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
-    path = [str(Path(each).absolute()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
-    number = servers_control.fileno()
-    code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({number})"
-    # A file, not a pipe: the server gets all of it if this process is killed, and a server that
-    # does not read it is not waited for here.
-    with tempfile.TemporaryFile() as names, servers_control:
-        names.write(json.dumps(modules).encode())
-        names.seek(0)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
-                # torch.cuda.is_available(), which packages call when they are imported, then asks NVML, and does
-                # not initialize the driver. Workers have the variables of their call.
-                env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ},
-                cwd="/",
-                stdin=names,
-                stdout=subprocess.DEVNULL,  # workers have files
-                pass_fds=[number],
-                start_new_session=True,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    packages = list(dict.fromkeys(name.partition(".")[0] for name in modules))
-    return _Server(os.getpid(), key, packages, process, control)
-
-
-@atexit.register
-def _end_servers() -> None:
-    for server in _servers:
-        server.control.close()
-        # A server with a call, of a thread that ends with this process, ends that call's workers,
-        # and removes its folder.
-        if server.owner == os.getpid() and not server.open_calls:
-            server.process.kill()  # it may still import
-            server.process.wait()
-
-
 def serve(number: int) -> None:
     """Run the fork server of the process that holds the other end of a socket, by which it sends one for each call."""
     control, caller = socket.socket(fileno=number), os.getppid()
@@ -320,10 +144,26 @@ def serve(number: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     modules = json.load(sys.stdin)
     _preload(modules)
-    if len(modules) > len(_TORCH) and not _can_fork():
-        _begin_again(number, modules[: len(_TORCH)])
+    if len(modules) > len(TORCH_MODULES) and not _can_fork():
+        _begin_again(number, modules[: len(TORCH_MODULES)])
     resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
-    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # the start of the tracker unblocks some
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # the start of the tracker unblocks some
+    with contextlib.ExitStack() as until_end:
+        if modules:  # once, and not in each worker, which takes 20 ms
+            until_end.enter_context(import_module("parallelize.worker.main").replace_group_functions())
+        gc.collect()
+        gc.freeze()  # so that collections in workers do not copy the pages of these modules
+        _serve_calls(control, caller)
+        os._exit(0)
+
+
+def _serve_calls(control: socket.socket, caller: int) -> None:
+    """Serve the calls of the caller until it has ended, and they have.
+
+    Args:
+        control: brings a socket for each call.
+        caller: number of its process.
+    """
     calls, is_open = list[_Call](), True
     while is_open or calls:
         awaited: list[Any] = [control] if is_open else []
@@ -339,7 +179,6 @@ def serve(number: int) -> None:
                 files += other.files()
             call.look(files, has_caller=has_caller)
         calls = [call for call in calls if not call.connection.closed]
-    os._exit(0)
 
 
 def _accept(control: socket.socket, calls: list[_Call]) -> bool:
@@ -352,27 +191,20 @@ def _accept(control: socket.socket, calls: list[_Call]) -> bool:
     return True
 
 
-_entered = contextlib.ExitStack()  # until the server ends
-
-
 def _preload(modules: Sequence[str]) -> None:
     """Import torch and the other modules, of which the caller has shown what they print."""
-    for name in modules[: len(_TORCH)]:
+    for name in modules[: len(TORCH_MODULES)]:
         import_module(name)
     if modules:
         import_module("parallelize.worker.main").unbuffer_output()  # imported modules may keep the streams
     stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor is needed
         os.dup2(nowhere.fileno(), 2)
-    for name in modules[len(_TORCH) :]:
+    for name in modules[len(TORCH_MODULES) :]:
         with contextlib.suppress(BaseException):
             import_module(name)
     os.dup2(stderr, 2)
     os.close(stderr)
-    if modules:  # once, and not in each worker, which takes 20 ms
-        _entered.enter_context(import_module("parallelize.worker.main").replace_group_functions())
-    gc.collect()
-    gc.freeze()  # so that collections in workers do not copy the pages of these modules
 
 
 def _can_fork() -> bool:
@@ -513,9 +345,9 @@ class _Call:
                 elif has_caller:
                     return
                 else:  # a process that it has forked keeps the connection open
-                    message = _LeaveCall()
+                    message = LeaveCall()
             except (EOFError, OSError):
-                message = _LeaveCall()
+                message = LeaveCall()
             self._do(message, files, has_caller=has_caller)
 
     def _do(self, message: object, files: Sequence[Any], *, has_caller: bool) -> None:
@@ -535,7 +367,7 @@ class _Call:
                 worker.interrupt()
         elif isinstance(message, EndWorkers):
             self._end(message.grace_s)
-        elif isinstance(message, _LeaveCall):
+        elif isinstance(message, LeaveCall):
             self._has_caller = False
             if self._kill_at == math.inf:
                 self._end(_END_GRACE_S)

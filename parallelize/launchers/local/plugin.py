@@ -25,8 +25,8 @@ from parallelize.cluster.world import Node, World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError
 from parallelize.launchers.failures import caller_exception
+from parallelize.launchers.local.calling_process import calling_process
 from parallelize.launchers.local.debugger import Keyboard, open_keyboard
-from parallelize.launchers.local.fork_server import connected
 from parallelize.launchers.local.nodes import Nodes
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
 from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open_standard_streams, rank_file
@@ -105,7 +105,8 @@ class LocalLauncher(Launcher):
         """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
         variables = worker_environ(environ, task.layout, cores=_available_cores())
         variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
-        server = connected(variables, is_preloaded=self.start_method != "spawn")
+        is_preloaded = self.start_method != "spawn"
+        server = calling_process.fork_servers.connected(variables, is_preloaded=is_preloaded)
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
         # The fork server hears of the folder while it is empty, and is left last: then it removes what is there.
         with server as call, call_folder() as folder, contextlib.ExitStack() as ended:

@@ -26,12 +26,12 @@ from parallelize.launchers.local.fork_server import (
     EndWorkers,
     InterruptWorkers,
     RequestsOfWorkers,
-    ServerCall,
     StartWorkers,
     WorkersEnded,
     WorkersRefused,
     WorkersReport,
 )
+from parallelize.launchers.local.server_calls import ServerCall
 from parallelize.launchers.output import rank_file, read_output
 from parallelize.run.startup_summary import announce
 from parallelize.worker.main import LEAVE_GRACE_S, WorkerSetup, outcome_paths, run
