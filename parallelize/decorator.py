@@ -17,8 +17,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import wrapt
 from typing_extensions import Unpack
 
-from parallelize.call.module_values import edited_modules
-from parallelize.agreement.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.call.pickling import check_is_plain_function, is_importable
 from parallelize.call.returned import restore, unreturned_warning
 from parallelize.call.task import Task, name_of

@@ -31,8 +31,8 @@ from parallelize.run.group_abort import is_interrupted
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.forward import routed_models
-from parallelize.torch_patches.step import BeforeStep, Closure, before_step, change_closure
 from parallelize.torch_patches.module_tensors import all_parameters
+from parallelize.torch_patches.step import BeforeStep, Closure, before_step, change_closure
 
 __all__ = ["Verification"]
 

@@ -19,8 +19,8 @@ from parallelize.errors import ConfigError, WorkerError
 from parallelize.run.context import active, current, world_size
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
-from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
 from parallelize.torch_patches.module_tensors import all_named_parameters
+from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
 from parallelize.worker.preemption import handle_stop_signals
 
 __all__ = ["ComparedStep", "Comparison", "compare_runs", "signed_means"]

@@ -160,7 +160,9 @@ def overlapping_route(model: nn.Module) -> Route | None:
     """Return the route of a model in a block that shares a module or parameter with `model`."""
     parts = {id(part) for part in (*model.modules(), *all_parameters(model))}
     for route in tuple(_routes):
-        if any(id(part) in parts for part in (*route.model.modules(), *all_parameters(route.model))):
+        if any(
+            id(part) in parts for part in (*route.model.modules(), *all_parameters(route.model))
+        ):
             return route
     return None
 

@@ -24,8 +24,8 @@ from parallelize.plugins.options import Parse, bytes_of_device, choice, path
 from parallelize.plugins.registry import find
 from parallelize.run.containers import leaves
 from parallelize.run.context import current
-from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
 from parallelize.torch_patches.module_tensors import all_parameters
+from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
 
 __all__ = ["AutoBackend"]
 
