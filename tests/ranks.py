@@ -30,8 +30,9 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.hang_detection.from_rank_0 import FirstTold, ValuesOfRank0
-from parallelize.run.context import Runtime, _active
+from parallelize.run.context import Runtime
 from parallelize.run.rng import global_generators
+from parallelize.run.surroundings import running
 
 __all__ = [
     "TORCHRUN",
@@ -129,11 +130,8 @@ def as_rank(rank: int, world_size: int, **options: Any) -> Iterator[None]:
     world = World(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
     runtime = Runtime(world, compute_layout(config, Hardware()))
     runtime.watchdog.values_of_rank_0 = _SimulatedRank0(_STORE, rank, world_size, timeout_s=5.0)
-    token = _active.set(runtime)
-    try:
+    with running(runtime):
         yield
-    finally:
-        _active.reset(token)
 
 
 @contextlib.contextmanager

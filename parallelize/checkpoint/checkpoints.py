@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -40,11 +39,12 @@ from parallelize.config.options import DURATION_UNITS_S, duration
 from parallelize.errors import ConfigError, ParallelizeError
 from parallelize.plugins.options import flag
 from parallelize.run import context
+from parallelize.run.surroundings import surroundings
 from parallelize.run.threads import begin_on
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.whole_file import remove_unused
 
-__all__ = ["Checkpoints", "Replay", "StepReplayed", "checkpoints", "replayed"]
+__all__ = ["Checkpoints", "Replay", "StepReplayed", "checkpoints"]
 
 _NAME = re.compile(r"step-(\d{9,})(\.pt)?")
 _PROGRESS = "_checkpoints"  # name of the entry with the number of steps and the values passed to `step`
@@ -67,10 +67,6 @@ class Replay(NamedTuple):
     path: Path
     step: int
     debugs: bool
-
-
-replayed: ContextVar[Replay | None] = ContextVar("parallelize_replayed", default=None)
-"""The step that `parallelize replay` asks for."""
 
 
 class _Schedule:
@@ -153,7 +149,7 @@ class Checkpoints:
 
         A checkpoint with the same number of steps is replaced: state may have changed without a step.
         """
-        if replayed.get() is not None:
+        if surroundings().replay is not None:
             return
         path = self._folder / f"step-{self.steps:09d}{'' if self._sharded else '.pt'}"
         objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
@@ -213,7 +209,7 @@ class Checkpoints:
         with together(self._call) as found, reading(self._folder):
             if rank() == 0:
                 self._remove_incomplete()
-            replay = replayed.get()
+            replay = surroundings().replay
             names = [each.name for each in ([replay.path] if replay is not None else self._files())]
             found += ["resume", names]
         for name in found[0][1]:
@@ -242,7 +238,7 @@ class Checkpoints:
 
     def _replay(self, *, is_resumed: bool = False) -> None:
         """Stop before the step that is replayed, and end after it."""
-        replay = replayed.get()
+        replay = surroundings().replay
         if replay is None:
             return
         asked, is_late = f"parallelize replay --step {replay.step}", is_resumed and self.steps >= replay.step

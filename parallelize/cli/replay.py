@@ -7,8 +7,9 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from parallelize.checkpoint.checkpoints import Replay, StepReplayed, replayed
+from parallelize.checkpoint.checkpoints import Replay, StepReplayed
 from parallelize.cluster.devices import probe
+from parallelize.run.surroundings import replaying
 
 __all__ = ["replay"]
 
@@ -32,12 +33,10 @@ def replay(environ: MutableMapping[str, str], checkpoint: str, step: int, words:
     environ["PARALLELIZE_NUM_NODES"] = "1"
     sys.argv[:] = words
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    token = replayed.set(Replay(Path(checkpoint).absolute(), step, debugs=debugs))
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        with replaying(Replay(Path(checkpoint).absolute(), step, debugs=debugs)):
+            runpy.run_path(words[0], run_name="__main__")
     except StepReplayed:
         return 0
-    finally:
-        replayed.reset(token)
     sys.stderr.write(f"{words[0]} has ended before step {step}: does it enter checkpoints() of this folder?\n")
     return 1

@@ -310,20 +310,20 @@ def _allow_captures() -> None:
 class Watchdog:
     """Detects hangs of the thread that enters `watch`; inactive outside of that block.
 
-    Attributes:
-        on_hang: function that ends this process with an error; called in the watchdog thread.
+    Args:
         has_debugger: whether a user may stop ranks in pdb; then this thread alone ends what waits for too long.
-        on_start: function that the watchdog thread calls first.
-        on_look: function that gets the main thread's stack twice a second and returns facts for the state of this rank.
         seen_folder: private folder of the call, if all of its ranks are on this node, for the
             records of where they were last seen; None: the store has them.
+
+    Attributes:
+        on_hang: function that ends this process with an error; called in the watchdog thread.
+        on_start: function that the watchdog thread calls first.
+        on_look: function that gets the main thread's stack twice a second and returns facts for the state of this rank.
     """
 
     on_hang: Callable[[SyncError], None] = staticmethod(_end_program)
     on_start: Callable[[], object] = staticmethod(lambda: None)
     on_look: Any = None
-    has_debugger = False
-    seen_folder: Path | None = None
     values_of_rank_0: ValuesOfRank0 | None = None
     """What rank 0 tells the other ranks in the block; None: there is no group of several ranks."""
 
@@ -334,6 +334,10 @@ class Watchdog:
     _mark: Any = 0
     _seen_records: SeenRecords | None = None
     _seen_line: str | None = None
+
+    def __init__(self, *, has_debugger: bool = False, seen_folder: Path | None = None) -> None:
+        self.has_debugger = has_debugger
+        self._seen_folder = seen_folder
 
     @contextlib.contextmanager
     def watch(self, store: dist.Store, *, timeout_s: Callable[..., float], since_ns: int | None) -> Iterator[None]:
@@ -395,10 +399,10 @@ class Watchdog:
             self._publish(line_of_function(function))
 
     def _open_records(self, store: dist.Store) -> SeenRecords | None:
-        if self.seen_folder is None:
+        if self._seen_folder is None:
             return SeenKeys(store, dist.get_rank()) if can_overwrite(store) else None
         try:
-            return SeenFiles(self.seen_folder, dist.get_rank())
+            return SeenFiles(self._seen_folder, dist.get_rank())
         except OSError:  # the disk is full, or the caller has left
             return None
 

@@ -1,11 +1,10 @@
-"""The active run of this process (its World, Config and devices), held in one context variable."""
+"""The active run of this process (its World, Config and devices)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +20,7 @@ from parallelize.run.loader_weights import LoaderWeights
 from parallelize.run.loaders_of_run import LoadersOfRun
 from parallelize.run.process_group import Rendezvous, process_group
 from parallelize.run.state import RunState
+from parallelize.run.surroundings import running, surroundings
 
 __all__ = [
     "Runtime",
@@ -92,8 +92,6 @@ class Runtime:
 
 _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
-_active: ContextVar[Runtime | None] = ContextVar("parallelize_runtime", default=None)
-
 weights_of_script = LoaderWeights()
 """The weights of loaders in a script without a run around its blocks, each of which has a Runtime of its own.
 
@@ -103,7 +101,7 @@ A loop over a loader that ends before a block has a say in the block: see `Loade
 
 def active() -> Runtime | None:
     """Return the active run, or None outside of a run."""
-    return _active.get()
+    return surroundings().run
 
 
 def current() -> Runtime:
@@ -112,7 +110,7 @@ def current() -> Runtime:
     Raises:
         ConfigError: launcher or PARALLELIZE_<OPTION> variables are invalid or contradict each other.
     """
-    runtime = _active.get()
+    runtime = active()
     if runtime is not None:
         return runtime
     world = current_world()
@@ -122,23 +120,20 @@ def current() -> Runtime:
 
 def current_world() -> World:
     """Return the World of this process without probing devices, so that it also works without usable devices."""
-    runtime = _active.get()
+    runtime = active()
     return runtime.world if runtime is not None else detect(os.environ) or World()
 
 
 @contextlib.contextmanager
 def activate(runtime: Runtime) -> Iterator[Runtime]:
-    """Activate a run in a block: set the context variable and current device, open the process group; then undo all."""
-    token = _active.set(runtime)
+    """Activate a run in a block: set the surroundings and current device, open the process group; then undo all."""
     workspaces = _deterministic_workspaces(runtime)
-    try:
+    with running(runtime):
         group = process_group(runtime.world, runtime.layout, runtime.watchdog, runtime.rendezvous)
         # At its end, this context makes no context of CUDA on the device that was current before.
         device = torch.accelerator.device_index(runtime.device.index)
         with workspaces, device, group:
             yield runtime
-    finally:
-        _active.reset(token)
 
 
 @contextlib.contextmanager

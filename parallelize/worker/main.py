@@ -23,7 +23,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +46,7 @@ from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.run.context import Runtime, activate, current
 from parallelize.run.process_group import Rendezvous
 from parallelize.run.rng import seed_generators
+from parallelize.run.surroundings import loading_task, surroundings
 from parallelize.torch_patches.process_groups import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
@@ -67,8 +67,6 @@ _log = logging.getLogger("parallelize")
 
 LEAVE_GRACE_S = 5.0  # after the function has returned: time for threads and `atexit` functions
 _POST_MORTEM = "PARALLELIZE_POST_MORTEM"
-
-_is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
 
 
 @dataclass(frozen=True)
@@ -176,10 +174,8 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
     try:
         _set_up_process(setup, world)
         with replace_group_functions():  # before the task's modules import them by name
-            with without_log_files():
-                _is_loading_task.set(True)
+            with without_log_files(), loading_task():
                 task = Task.read(task_path(folder), device=setup.devices[world.local_rank])
-                _is_loading_task.set(False)
             send = functools.partial(append_line, Path(files[1]).with_suffix(".log")) if files else None
             setup.logs.apply(send)
             if task.not_set and world.is_main:
@@ -219,7 +215,7 @@ def refuse_during_task_load(name: str) -> None:
     Raises:
         LaunchError: this process is a worker that is loading its task.
     """
-    if _is_loading_task.get():
+    if surroundings().is_loading_task:
         raise LaunchError(
             f"{name} is called at the top level of a module that a worker imports",
             why="the top level of a module runs in every worker that imports it, so each worker would make the call",
@@ -229,11 +225,11 @@ def refuse_during_task_load(name: str) -> None:
 
 def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSetup) -> None:
     changes = Changes(task.stateful, task.data) if world.is_main and task.layout.config.update_modules else None
-    Watchdog.has_debugger = setup.has_keyboard
-    Watchdog.seen_folder = Path(setup.folder) if task.layout.num_nodes == 1 else None
+    seen_folder = Path(setup.folder) if task.layout.num_nodes == 1 else None
+    watchdog = Watchdog(has_debugger=setup.has_keyboard, seen_folder=seen_folder)
+    watchdog.on_hang = shutdown.terminate
     rendezvous = setup.rendezvous(world.rank)
-    with active_run(task.layout.renumbered(), world, rendezvous) as runtime:
-        runtime.watchdog.on_hang = shutdown.terminate
+    with active_run(task.layout.renumbered(), world, rendezvous=rendezvous, watchdog=watchdog) as runtime:
         setup.settings.apply_default_device()
         if runtime.config.seed is None:
             setup.random_states.begin(runtime.devices)  # imported modules may have drawn numbers
@@ -305,9 +301,12 @@ def call_function(task: Task) -> Any:
 
 
 @contextlib.contextmanager
-def active_run(layout: Layout, world: World, rendezvous: Rendezvous | None = None) -> Iterator[Runtime]:
+def active_run(
+    layout: Layout, world: World, *, rendezvous: Rendezvous | None = None, watchdog: Watchdog | None = None
+) -> Iterator[Runtime]:
     """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
-    with activate(Runtime(world, layout, rendezvous or Rendezvous())) as runtime, warn_if_unsynced(runtime.state):
+    run = Runtime(world, layout, rendezvous=rendezvous or Rendezvous(), watchdog=watchdog or Watchdog())
+    with activate(run) as runtime, warn_if_unsynced(runtime.state):
         if layout.config.seed is not None:
             seed_generators(layout.config.seed)
         yield runtime
