@@ -136,15 +136,7 @@ _PRONOUNS = {
 }
 
 # Files beside torch_patches that change torch, each with the reason why it still does. None is added.
-CHANGES_TORCH: Mapping[str, str] = {
-    "parallelize/backends/balanced/batch.py": "torch.autograd.grad by outputs that are joined of micro-batches",
-    "parallelize/backends/model_state.py": "a dispatch mode finds what a forward writes",
-    "parallelize/backends/balanced/transfer.py": "a function mode moves operands between the stages' devices",
-    "parallelize/precision/apex.py": "torch's clipping functions clip the master gradients of Apex",
-    "parallelize/precision/native.py": "under fp16, tensor hooks are refused; a GradScaler of the user's own scales",
-    "parallelize/comparison/compare.py": "both runs, in processes of their own, compute in full fp32",
-    "parallelize/run/process_group.py": "groups that the user makes have the run's timeout, not torch's default",
-}
+CHANGES_TORCH: Mapping[str, str] = {}
 
 _PATCHES = re.compile(r"^(replace_attribute|([\w.]+\.)?register_(optimizer_step|module)_\w*hook)$")
 _MODES = ("TorchFunctionMode", "TorchDispatchMode")

@@ -34,6 +34,7 @@ from parallelize.run.containers import leaves, map_leaves, with_leaves
 from parallelize.run.context import Runtime, current
 from parallelize.run.rng import RNGState, derive_seed, global_generators
 from parallelize.run.user_line import user_stacklevel
+from parallelize.torch_patches.arithmetic import deterministic_kernels
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 from parallelize.torch_patches.forward import SplitAtBuckets
 from parallelize.torch_patches.module_tensors import all_named_parameters
@@ -116,22 +117,14 @@ def same_bits(run: Runtime) -> Iterator[None]:
     if run.config.logical is None:
         yield
         return
-    filled: Any = torch.utils.deterministic
-    cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    others, threads = (filled.fill_uninitialized_memory, cudnn.benchmark), torch.get_num_threads()
-    torch.use_deterministic_algorithms(mode=True, warn_only=not before[0] or before[1])
-    filled.fill_uninitialized_memory = cudnn.benchmark = False
-    torch.set_num_threads(min(threads, max((os.cpu_count() or 1) // run.config.logical, 1)))
-    token = _bits.set(_Bits(run))
+    threads = max((os.cpu_count() or 1) // run.config.logical, 1)
+    bits = _Bits(run)
+    token = _bits.set(bits)
     try:
-        with subscribed(Order.RECORD, _bits.get().backward):
+        with deterministic_kernels(threads), subscribed(Order.RECORD, bits.backward):
             yield
     finally:
         _bits.reset(token)
-        torch.set_num_threads(threads)
-        filled.fill_uninitialized_memory, cudnn.benchmark = others
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 class Parts(nn.Module):

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize.run.containers import leaves
 from parallelize.run.rng import RNGState
 from parallelize.torch_patches.module_tensors import all_buffers, all_named_buffers, all_named_parameters
+from parallelize.torch_patches.operations import before_writes
 
 __all__ = ["ModelState", "named_tensors"]
 
@@ -23,26 +23,24 @@ _PLAIN = (bool, int, float, str)
 _CONTAINERS = (list, dict, set)
 
 
-class _Writes(TorchDispatchMode):
-    """Copies tensors before an operation that may write to their storage, also through `.data` and views.
+class _Writes:
+    """Copies of tensors from before an operation that may write to their storage, also through `.data` and views.
 
     Attributes:
         before: id of a tensor -> its former value.
     """
 
     def __init__(self, tensors: Collection[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.before: dict[int, torch.Tensor] = {}
         self._of: dict[int, list[torch.Tensor]] = {}
         for each in tensors:
             self._of.setdefault(each.untyped_storage()._cdata, []).append(each)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
-        for leaf in leaves((args, kwargs)) if func._schema.is_mutable else ():
+    def copy_before(self, arguments: Any) -> None:
+        """Copy those of the tensors that an operation with these arguments may write."""
+        for leaf in leaves(arguments):
             for each in self._of.get(leaf.untyped_storage()._cdata, ()) if _is_dense(leaf) else ():
                 self.before.setdefault(id(each), each.detach().clone())
-        return func(*args, **(kwargs or {}))
 
 
 class ModelState:
@@ -70,7 +68,7 @@ class ModelState:
         known = [(name, each, each.data, each._version) for name, each in self._values.items() if _is_dense(each)]
         writes = _Writes([each for _, each, *_ in known])
         try:
-            with writes:
+            with before_writes(writes.copy_before):
                 yield
         finally:
             for name, each, data, version in known:

@@ -17,6 +17,7 @@ from parallelize.call.task import Outcome, Task
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.run.context import active, current, world_size
+from parallelize.torch_patches.arithmetic import use_full_fp32
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.module_tensors import all_named_parameters
@@ -212,10 +213,7 @@ class _RecordedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[_Step]:
         """Run the user's function until it has made the steps, or returns."""
-        torch.set_float32_matmul_precision("highest")
-        matmul = torch.backends.cuda.matmul
-        matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cudnn.allow_tf32 = False
+        use_full_fp32()
         steps, losses = list[_Step](), list[float]()
         is_alone = world_size() == 1 and current().config.logical is None  # this process is its own
         current().loaders.merged_ranks = self.merged_ranks if is_alone else 1

@@ -7,7 +7,6 @@ torch's get_worker_info() returns.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, _utils, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
 from parallelize.cluster.world import World
 from parallelize.data.copied_loader import CopiedLoader, view_of
@@ -28,7 +27,7 @@ from parallelize.errors import ConfigError
 from parallelize.run.context import Runtime
 from parallelize.run.rng import RNGState, derive_seed
 from parallelize.run.user_line import user_stacklevel
-from parallelize.torch_patches.private import unsupported
+from parallelize.torch_patches.loaders import set_worker_info, shown_worker_info
 
 # Numbers that a process and its workers share: the seed of a pass, its tail, and a hash of its
 # first samples.
@@ -385,7 +384,7 @@ class _ShardedDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         drawing = self._drawing()
         info = self._worker_info()
-        with drawing.block(), _worker_info(info.shown):
+        with drawing.block(), shown_worker_info(info.shown):
             # Python would call iter() of an iterator of the user again, which may begin anew.
             stream = (sample for sample in self.unsharded)
             first = list(itertools.islice(stream, 1))
@@ -410,7 +409,7 @@ class _ShardedDataset(IterableDataset[Any]):
         """
         while True:
             # Not while batches are used: the loop may ask for the info of its own process.
-            with _worker_info(info.shown):
+            with shown_worker_info(info.shown):
                 drawn = list(itertools.islice(samples, self._batch_size))
             yield from drawn
             if len(drawn) < self._batch_size:
@@ -436,7 +435,7 @@ class _ShardedDataset(IterableDataset[Any]):
         shares = split.units_of_stream(samples, info.number)
         while True:
             # Not while batches are used: collate_fn and the loop draw from other states.
-            with drawing.block(), _worker_info(info.shown):
+            with drawing.block(), shown_worker_info(info.shown):
                 drawn = list(itertools.islice(shares, size))
             shown = info.shown
             if shown and shown.num_shards > 1 and "num_workers" in shown.read:
@@ -449,7 +448,7 @@ class _ShardedDataset(IterableDataset[Any]):
         """Draw the first samples now, and hash them: processes compare it. Return all samples."""
         # Shard 0 has its first batch when this many samples are drawn: (size - 1) rounds and one.
         count = min(info.shares * (self._batch_size - 1) + 1, _MOST_HASHED)
-        with drawing.block(), _worker_info(info.shown):
+        with drawing.block(), shown_worker_info(info.shown):
             first = list(itertools.islice(samples, count))
         self._shared[_HASH] = int(sample_fingerprint(first, are_samples=True) or "0", 16)
         return itertools.chain(first, samples)
@@ -491,20 +490,6 @@ class _ShardedDataset(IterableDataset[Any]):
         )
 
 
-@contextlib.contextmanager
-def _worker_info(info: Any) -> Iterator[None]:
-    """Let get_worker_info() return `info` in the block.
-
-    Args:
-        info: an object with the attributes of torch's; None: the process is no worker.
-    """
-    previous = _set_worker_info(info)
-    try:
-        yield
-    finally:
-        _set_worker_info(previous)
-
-
 def _init_worker(user_init: Callable[[int], None] | None, counted: World, _worker_id: int) -> None:
     """Call the user's worker_init_fn where get_worker_info() counts the workers of a world.
 
@@ -513,7 +498,7 @@ def _init_worker(user_init: Callable[[int], None] | None, counted: World, _worke
         counted: the world whose workers are counted; of one process, as in torch.
     """
     info = _GlobalWorkerInfo(get_worker_info(), counted)
-    _set_worker_info(info)
+    set_worker_info(info)
     if user_init is not None:
         user_init(info.shard_index)
 
@@ -566,19 +551,3 @@ class _Shard(NamedTuple):
     number: int
     shares: int
     shown: Any
-
-
-def _set_worker_info(info: Any) -> Any:
-    """Make get_worker_info() return `info`, and return what it returned before.
-
-    Raises:
-        ConfigError: torch keeps its worker info elsewhere.
-    """
-    torch_worker: Any = _utils.worker
-    previous, torch_worker._worker_info = torch_worker._worker_info, info
-    if get_worker_info() is not info:
-        torch_worker._worker_info = previous
-        raise unsupported(
-            "shard_loader of an iterable dataset", instead="use a dataset with __getitem__"
-        )
-    return previous

@@ -7,7 +7,7 @@ import functools
 import importlib
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.clipping import clipping_instead
 from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["ApexPrecision", "ApexSession"]
@@ -92,10 +93,7 @@ class ApexPrecision(LeveledPrecision):
             if level == "O3":  # under O2, Apex moves the states to the masters as they are
                 cast_states(models, found)
             stack.enter_context(subscribed(Order.SCALE, functools.partial(_run_scaled, library, found)))
-            for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-                for name in ("clip_grad_norm_", "clip_grad_value_"):
-                    clip = _master_clipping(getattr(owner, name), held)
-                    stack.enter_context(replace_attribute(owner, name, clip))
+            stack.enter_context(clipping_instead(functools.partial(_masters_of, held)))
             yield ApexSession(library)
 
 
@@ -214,17 +212,12 @@ def _run_scaled(library: Any, optimizers: list[torch.optim.Optimizer], each: Pas
         run(replace(each, roots=(scaled_loss,)))
 
 
-def _master_clipping(original: Callable[..., Any], held: list[tuple[Any, Any]]) -> Callable[..., Any]:
-    """Build a clipping function of torch.nn.utils that clips the gradients of the masters."""
-
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        # Apex has put the masters at the positions of the parameters.
-        pairs = (zip(before, parameters_of(optimizer), strict=False) for optimizer, before in held)
-        masters = {id(parameter): master for parameter, master in chain.from_iterable(pairs)}
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return original([masters.get(id(each), each) for each in tensors], *args, **kwargs)
-
-    return clip
+def _masters_of(held: list[tuple[Any, Any]], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the masters of parameters, and other tensors as they are."""
+    # Apex has put the masters at the positions of the parameters.
+    pairs = (zip(before, parameters_of(optimizer), strict=False) for optimizer, before in held)
+    masters = {id(parameter): master for parameter, master in chain.from_iterable(pairs)}
+    return [masters.get(id(tensor), tensor) for tensor in tensors]
 
 
 def _deactivate(library: Any) -> None:

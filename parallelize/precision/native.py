@@ -7,8 +7,6 @@ the loss    is computed in fp32, or under an autocast of the user's own
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,6 +25,7 @@ from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.forward import route_of, routed_models
 from parallelize.torch_patches.module_tensors import all_named_parameters
 from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.scaled_gradients import before_grad_scaler, refusing_tensor_hooks
 from parallelize.torch_patches.step import AfterStep, BeforeStep, after_step, before_step
 
 __all__ = ["NativePrecision", "NativeSession"]
@@ -179,39 +178,23 @@ class NativeSession(Session):
 @contextlib.contextmanager
 def _scaled(scaling: LossScaling) -> Iterator[None]:
     """Scale the losses of backward passes, and refuse what would see it; until a GradScaler of the user's own does."""
-    patches, original = contextlib.ExitStack(), torch.amp.GradScaler.scale
+    patches = contextlib.ExitStack()
 
-    def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    def see(scaler: torch.amp.GradScaler, outputs: Any) -> None:
         roots = [each for each in leaves(outputs) if isinstance(each, torch.Tensor)]
         if scaler.is_enabled() and scaling.leaves_behind(roots, owner=scaling)[0]:
             patches.close()
             scaling.is_scaled = True
-        return original(scaler, outputs)
 
-    with replace_attribute(torch.amp.GradScaler, "scale", scale), patches:
+    with before_grad_scaler(see), patches:
         for patch in (
             subscribed(Order.SCALE, scaling.around_backward),
             before_step(BeforeStep.SCALE, scaling.before_step),
             after_step(AfterStep.SCALE, scaling.after_step),
-            _refusing("register_hook"),
-            _refusing("retain_grad"),
-            _refusing("register_post_accumulate_grad_hook"),
+            refusing_tensor_hooks(lambda method: not_scaled(method, _IS_SCALED)),
         ):
             patches.enter_context(patch)
         yield
-
-
-def _refusing(name: str) -> contextlib.AbstractContextManager[None]:
-    """Refuse calls of a method of tensors by the user."""
-    method: Any = getattr(torch.Tensor, name)
-
-    @functools.wraps(method)
-    def refuse(tensor: torch.Tensor, *args: Any) -> Any:
-        if sys._getframe(1).f_globals["__name__"].partition(".")[0] in ("torch", "parallelize"):
-            return method(tensor, *args)
-        raise not_scaled(f"Tensor.{name}", _IS_SCALED)
-
-    return replace_attribute(torch.Tensor, name, refuse)
 
 
 def _refuse_parameters(models: Sequence[nn.Module]) -> None:

@@ -32,8 +32,11 @@ from parallelize.run.live_facts import LiveFacts, registered
 from parallelize.run.run_key import give_run_key, known_run_key, run_key
 from parallelize.run.threads import begin_on
 from parallelize.torch_patches.objects import signed_objects
-from parallelize.torch_patches.private import replace_attribute
-from parallelize.torch_patches.process_groups import destroy_group, replace_group_functions
+from parallelize.torch_patches.process_groups import (
+    destroy_group,
+    replace_group_functions,
+    timeout_of_new_groups,
+)
 from parallelize.torch_patches.save import atomic_saves
 from parallelize.torch_patches.step import AfterStep, StepCount, after_step
 
@@ -95,7 +98,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, rendezvous: 
         give_run_key(rendezvous.key)
     try:
         with (
-            _timeout_of_new_groups(torch_timeout),
+            timeout_of_new_groups(torch_timeout),
             _gloo_interface(_reachable(world)),  # of groups that the user makes, too
             _with_watchdog(watchdog, device, config.timeout, since_ns=since_ns),
             replace_group_functions(),
@@ -200,17 +203,6 @@ def _longest_timeout(calls: Sequence[Collective], default: timedelta) -> timedel
                 limit = group._get_backend(device).options._timeout
                 found.append(default if limit == _DEBUGGED else limit)
     return max(found, default=default)
-
-
-@contextlib.contextmanager
-def _timeout_of_new_groups(timeout: timedelta) -> Iterator[None]:
-    """Give groups that the user makes in the block this timeout, in place of torch's defaults."""
-    torch_module = dist.distributed_c10d
-    with contextlib.ExitStack() as replaced:
-        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-            if getattr(torch_module, name) is not None:  # None: a torch without NCCL
-                replaced.enter_context(replace_attribute(torch_module, name, timeout))
-        yield
 
 
 _group_ids = itertools.count()

@@ -1,4 +1,4 @@
-"""The replacements of DataLoader.__iter__ and of its iterators' __next__, for the time of a block.
+"""What a block changes of DataLoader: who is told of its batches, and what its workers see.
 
     for batch in loader:             DataLoader.__iter__    watcher.on_iter(loader, iterator)
         loss.backward()              iterator.__next__      watcher.before_batch(iterator)
@@ -16,12 +16,19 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.private import replace_attribute, unsupported
 
-__all__ = ["LoaderWatcher", "unwatched", "unwatched_batches", "watching_loaders"]
+__all__ = [
+    "LoaderWatcher",
+    "set_worker_info",
+    "shown_worker_info",
+    "unwatched",
+    "unwatched_batches",
+    "watching_loaders",
+]
 
 T = TypeVar("T")
 
@@ -94,3 +101,34 @@ def watching_loaders(watcher: LoaderWatcher) -> Iterator[None]:
         replace_attribute(_BaseDataLoaderIter, "__next__", watched_next),
     ):
         yield
+
+
+@contextlib.contextmanager
+def shown_worker_info(info: Any) -> Iterator[None]:
+    """Let torch.utils.data.get_worker_info() return `info` in the block.
+
+    Args:
+        info: an object with the attributes of torch's; None: the process is no worker.
+    """
+    previous = get_worker_info()
+    set_worker_info(info)
+    try:
+        yield
+    finally:
+        set_worker_info(previous)
+
+
+def set_worker_info(info: Any) -> None:
+    """Let torch.utils.data.get_worker_info() return `info` from now on.
+
+    Raises:
+        ConfigError: torch keeps its worker info elsewhere.
+    """
+    torch_worker: Any = _utils.worker
+    previous = torch_worker._worker_info
+    torch_worker._worker_info = info
+    if get_worker_info() is not info:
+        torch_worker._worker_info = previous
+        raise unsupported(
+            "shard_loader of an iterable dataset", instead="use a dataset with __getitem__"
+        )

@@ -12,14 +12,16 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
 from parallelize.errors import ConfigError
+from parallelize.torch_patches.private import replace_attribute
 
-__all__ = ["destroy_group", "replace_group_functions"]
+__all__ = ["destroy_group", "replace_group_functions", "timeout_of_new_groups"]
 
 _init = dist.init_process_group
 destroy_group = dist.destroy_process_group
@@ -36,6 +38,21 @@ def replace_group_functions() -> Iterator[None]:
         yield
     finally:
         _exchange({_init_once: _init, _keep_default_group: destroy_group})
+
+
+@contextlib.contextmanager
+def timeout_of_new_groups(timeout: timedelta) -> Iterator[None]:
+    """Give groups that the user makes in the block this timeout, in place of torch's defaults.
+
+    Without this, a rank that waits in a group of the user's own ends after torch's ten minutes under
+    NCCL, whatever timeout the user has set for the run.
+    """
+    torch_module = dist.distributed_c10d
+    with contextlib.ExitStack() as replacements:
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            if getattr(torch_module, name) is not None:  # None: a torch without NCCL
+                replacements.enter_context(replace_attribute(torch_module, name, timeout))
+        yield
 
 
 def _exchange(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

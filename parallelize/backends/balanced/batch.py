@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from parallelize.errors import ConfigError
 from parallelize.gradients.target_counts import attach_count, join_weights, number_on
 from parallelize.run.containers import leaves, map_leaves, with_leaves
-from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.gradients_by_parts import Parts, gradients_by_parts
 
 __all__ = ["Batch", "RunsWhole", "difference", "joined_dims", "joined_outputs", "seeing_joined_outputs"]
 
@@ -161,28 +160,18 @@ def joined_outputs(outputs: Sequence[Any], dims: Dims, *, batch: Batch, device: 
     return with_leaves(outputs[0], [joined(position, dim, column) for position, (dim, *column) in enumerate(columns)])
 
 
-@contextlib.contextmanager
-def seeing_joined_outputs() -> Iterator[None]:
+def seeing_joined_outputs() -> contextlib.AbstractContextManager[None]:
     """Let torch.autograd.grad differentiate with respect to joined outputs, as StyleGAN does: images by latents.
 
     The images are computed from the latents of each micro-batch, not from the joined ones: gradients are joined, too.
     """
-    original = torch.autograd.grad
 
-    @functools.wraps(original)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else [*inputs]
-        nodes = [getattr(each, "grad_fn", None) for each in given]
-        parts = [
-            getattr(node, "metadata", {}).get(_PARTS) or (None, [each]) for node, each in zip(nodes, given, strict=True)
-        ]
-        edges: Any = [each for _, edges in parts for each in edges]
-        found = iter(original(outputs, edges, *args, **kwargs))
-        gradients = [(dim, [next(found) for _ in edges]) for dim, edges in parts]
-        return tuple(each[0] if dim is None or None in each else torch.cat(each, dim) for dim, each in gradients)
+    def parts_of(tensor: Any) -> Parts | None:
+        node = getattr(tensor, "grad_fn", None)
+        parts: Parts | None = getattr(node, "metadata", {}).get(_PARTS)
+        return parts
 
-    with replace_attribute(torch.autograd, "grad", grad):
-        yield
+    return gradients_by_parts(parts_of)
 
 
 def difference(whole: Any, joined: Any, dims: Dims) -> float:
@@ -209,7 +198,7 @@ def _concatenated(column: Sequence[torch.Tensor], dim: int, device: torch.device
     joined = torch.cat([each.to(device) for each in column], dim)
     node: Any = joined.grad_fn
     if node is not None and all(each.requires_grad for each in column):
-        node.metadata[_PARTS] = dim, [get_gradient_edge(each) for each in column]
+        node.metadata[_PARTS] = Parts(dim, [get_gradient_edge(each) for each in column])
     return joined
 
 

@@ -89,7 +89,7 @@ class Staged(contextlib.ExitStack):
         self.norms.moments.append({})
         self._copies.device, self._is_running = self.input_device, True
         try:
-            with self._copies if self._moves_operands else contextlib.nullcontext():
+            with self._copies.moving_operands() if self._moves_operands else contextlib.nullcontext():
                 args, kwargs = self._copies.moved(inputs, self.input_device)
                 return call(*args, **kwargs)
         except RuntimeError as error:

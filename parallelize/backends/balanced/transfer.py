@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from parallelize.backends.model_state import named_tensors
 from parallelize.run.containers import leaves, map_leaves
+from parallelize.torch_patches.operations import Arguments, before_operations
 from parallelize.torch_patches.step import BeforeStep, before_step
 
 __all__ = ["Copies", "owners", "place", "restoring_placement", "tensors_in", "to_device"]
@@ -31,11 +31,8 @@ _Tensor: Any = torch.Tensor
 _NEVER_MOVED = frozenset({torch.autograd.grad, torch.autograd.backward, _Tensor.backward})
 
 
-class Copies(TorchFunctionMode):
+class Copies:
     """Differentiable copies of tensors on the device that needs them.
-
-    As a function mode, it brings the operands of operations between module calls to one device: that of the tensor that
-    an operation changes in place, else that of the last unit.
 
     Args:
         devices: devices of the pipeline; tensors on others are not moved.
@@ -46,20 +43,24 @@ class Copies(TorchFunctionMode):
     """
 
     def __init__(self, devices: Collection[torch.device], device: torch.device) -> None:
-        super().__init__()
         self.device, self._devices = device, frozenset(devices)
         self.known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run an operation with operands on one device."""
-        given = kwargs or {}
+    def moving_operands(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which operations between module calls get their operands on one device.
+
+        It is that of the tensor that an operation changes in place, else that of the last unit.
+        """
+        return before_operations(self._on_one_device)
+
+    def _on_one_device(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Arguments:
         devices = {each.device for each in tensors_in((args, given))} & self._devices
         if len(devices) > 1 and func not in _NEVER_MOVED:
             changed = given.get("out", args[0] if _is_in_place(func) else None)
             places = {each.device for each in tensors_in(changed)} or {self.device}
             if len(places) == 1:  # else torch refuses it
                 args, given = self.moved((args, given), *places)
-        return func(*args, **given)
+        return args, given
 
     def moved(self, values: Any, device: torch.device) -> Any:
         """Return nested containers with the pipeline's tensors on a device; the same ones if all of them are there."""

@@ -37,6 +37,7 @@ from parallelize.plugins.base import Engine, Inner, Reduction
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.run.process_group import GroupPurpose, separate_group, subgroup_of_this_rank
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
+from parallelize.torch_patches.foreach import allow_in_lists
 from parallelize.torch_patches.module_tensors import (
     all_buffers,
     all_named_parameters,
@@ -88,6 +89,7 @@ class FSDPEngine(Engine):
         self._groups: list[Any] = []  # of records, the root's last
         self._mesh, rows_mesh = _meshes(options, world, device)
         full_tensors.state.blocks += 1
+        allow_in_lists(full_tensors.ShardedTensor, full_tensors.ShardedParameter)
         self._shard([*units, inner], rows_mesh, device)
         self._hooks_of_units: list[Any] = []  # (dictionary, key)
         for each in _dictionaries(model):

@@ -30,8 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
-from torch.optim.optimizer import _foreach_supported_types
-from torch.utils import _foreach_utils
 
 from parallelize.agreement.fingerprint import differences, digest
 from parallelize.errors import SyncError
@@ -113,10 +111,6 @@ class _FullView(_Full, torch.Tensor):
     """A view of a gathered tensor."""
 
     gathered: _Gathered
-
-
-for _supported in (_foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _supported += [ShardedTensor, ShardedParameter]
 
 
 def stand_in(parameter: Any, shard: Any) -> None:

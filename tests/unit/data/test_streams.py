@@ -20,7 +20,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import parallelize as par
 from parallelize import ConfigError, shard_loader
-from parallelize.data import streams
+from parallelize.torch_patches import loaders
 
 LENGTH = 29
 
@@ -751,6 +751,6 @@ def test_a_torch_whose_worker_info_cannot_be_replaced(monkeypatch):
     """A dataset is refused if get_worker_info() does not return what counts the workers of all ranks."""
     loader = shard_loader(DataLoader(Stream(), batch_size=None))
     assert len(list(loader)) == LENGTH
-    monkeypatch.setattr(streams, "get_worker_info", lambda: None)
+    monkeypatch.setattr(loaders, "get_worker_info", lambda: None)
     with pytest.raises(ConfigError, match="iterable dataset with torch"):
         list(loader)

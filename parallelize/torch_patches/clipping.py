@@ -1,0 +1,46 @@
+"""The clipping functions of torch.nn.utils, called with other tensors than the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from parallelize.torch_patches.private import replace_attribute
+
+__all__ = ["clipping_instead"]
+
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+
+
+@contextlib.contextmanager
+def clipping_instead(
+    tensors_for: Callable[[Iterable[torch.Tensor]], list[torch.Tensor]],
+) -> Iterator[None]:
+    """In the context, clip the gradients of other tensors.
+
+    Args:
+        tensors_for: returns those in whose gradients the optimizer steps, for those of the user.
+    """
+    with contextlib.ExitStack() as replacements:
+        # `from torch.nn.utils import clip_grad` is as usual as `torch.nn.utils.clip_grad_norm_`.
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in _FUNCTIONS:
+                clip = _clipping(getattr(module, name), tensors_for)
+                replacements.enter_context(replace_attribute(module, name, clip))
+        yield
+
+
+def _clipping(
+    original: Callable[..., Any],
+    tensors_for: Callable[[Iterable[torch.Tensor]], list[torch.Tensor]],
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return original(tensors_for(tensors), *args, **kwargs)
+
+    return clip
