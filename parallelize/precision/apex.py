@@ -23,9 +23,8 @@ from parallelize.precision.levels import LeveledPrecision
 from parallelize.precision.weight_casting import cast_states, dtypes_kept
 from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
-from parallelize.torch_patches.module_tensors import all_parameters
-from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.clipping import clipping_instead
+from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["ApexPrecision", "ApexSession"]

@@ -24,7 +24,6 @@ from parallelize.run.containers import leaves, map_leaves
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.forward import route_of, routed_models
 from parallelize.torch_patches.module_tensors import all_named_parameters
-from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.scaled_gradients import before_grad_scaler, refusing_tensor_hooks
 from parallelize.torch_patches.step import AfterStep, BeforeStep, after_step, before_step
 
