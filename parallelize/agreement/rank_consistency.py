@@ -1,51 +1,55 @@
-"""Consistency checks across ranks: texts such as "iterates epoch 3" are compared at sync points that all ranks reach.
+"""Do the ranks do the same? Texts such as "iterates epoch 3" are compared, and no rank waits.
 
-No rank blocks: the first rank at a sync point writes its text to the process group's store, and the other ranks
-compare their texts with it.
+    check        a text that must be equal on all ranks, such as "iterates epoch 3"
+    topic        what the text is about, such as a loader; texts of one topic are compared
+    sync point   a place in the program that every rank passes once, such as a model's 5th forward
+
+The first rank at a sync point writes its text to the store of the process group. Those that come
+later compare their own text with it. The text is written there before anything that could block, so
+that ranks which would wait for each other forever get an error instead.
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch.distributed as dist
 
 from parallelize.errors import SyncError
 from parallelize.run.process_group import default_store
 
-__all__ = ["ConsistencyCheck", "pending_checks", "run_checks"]
+__all__ = ["ConsistencyCheck", "run_checks"]
 
 
 @dataclass(frozen=True, eq=False)
 class ConsistencyCheck:
-    """A text that must be equal on all ranks: it is checked at the next sync point, if this object still exists then.
+    """A text that must be equal on all ranks.
+
+    It is compared at the next sync point, if the object still exists then: whoever has made it
+    drops it when the text is no longer true.
 
     Args:
-        topic: a key that is the same on all ranks; texts with the same topic are compared.
-        text: what this rank is doing, such as "iterates epoch 3".
-        fix: the `fix` of the SyncError if texts differ.
+        topic: a key that is the same on all ranks.
+        text: what this rank is doing.
+        fix: the `fix` of the error if texts differ.
     """
 
     topic: str
     text: str
     fix: str
 
-    def __post_init__(self) -> None:
-        pending_checks.add(self)
 
-
-pending_checks: weakref.WeakSet[ConsistencyCheck] = weakref.WeakSet()
-
-
-def run_checks(sync_point: str) -> None:
-    """Run the registered checks and unregister them.
+def run_checks(pending_checks: WeakSet[ConsistencyCheck], sync_point: str) -> None:
+    """Compare the pending texts with those of the first rank at a sync point, and forget them.
 
     Args:
-        sync_point: a name that every rank passes once, at the same place in the program.
+        pending_checks: those of the run.
+        sync_point: its name, which is used once in the life of the store: a second run of the same
+            process group would otherwise be compared with the first one.
 
     Raises:
-        SyncError: the first rank at this sync point has a different text.
+        SyncError: the first rank has said something else.
     """
     if not pending_checks:
         return
@@ -53,13 +57,20 @@ def run_checks(sync_point: str) -> None:
     pending_checks.clear()
     if not dist.is_initialized():
         return
-    store, rank = default_store(), dist.get_rank()
     for check in checks:
-        this_rank = f"rank {rank} {check.text}"
-        first_rank = store.compare_set(f"parallelize/{sync_point}/{check.topic}", "", this_rank).decode()
-        if first_rank.partition(" ")[2].partition(" ")[2] != check.text:
-            raise SyncError(
-                f"{this_rank}, where {first_rank}",
-                why="ranks that differ here wait for each other forever, or train on the same data",
-                fix=check.fix,
-            )
+        _compare_with_first_rank(check, sync_point)
+
+
+def _compare_with_first_rank(check: ConsistencyCheck, sync_point: str) -> None:
+    text_of_this_rank = f"rank {dist.get_rank()} {check.text}"
+    key = f"parallelize/{sync_point}/{check.topic}"
+    # Writes the text if there is none yet, and returns the one that is there.
+    stored = default_store().compare_set(key, "", text_of_this_rank)
+    text_of_first_rank = stored.decode()
+    _rank, _number, first_text = text_of_first_rank.split(" ", maxsplit=2)
+    if first_text != check.text:
+        raise SyncError(
+            f"{text_of_this_rank}, where {text_of_first_rank}",
+            why="ranks that differ here wait for each other forever, or train on the same data",
+            fix=check.fix,
+        )

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from parallelize.agreement.fingerprint import require_same_model, warn_if_trained_apart
 from parallelize.agreement.first_step import FirstStep
-from parallelize.agreement.rank_consistency import pending_checks, run_checks
+from parallelize.agreement.rank_consistency import run_checks
 from parallelize.agreement.verification import Verification
 from parallelize.backends.broadcast import broadcast_from_rank_0
 from parallelize.block.models import methods_of
@@ -24,7 +24,7 @@ from parallelize.gradients.batch_weights import refusing_lost_weights
 from parallelize.gradients.reducer import Reducer
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
 from parallelize.run.containers import map_leaves
-from parallelize.run.context import Runtime
+from parallelize.run.context import Runtime, current
 from parallelize.run.startup_summary import StartupSummary
 from parallelize.torch_patches.backward import Order, subscribed
 from parallelize.torch_patches.compile import traceable
@@ -144,6 +144,8 @@ class _RoutedModel:
         self.session, self.replicas = block.session, self.engine.replicas or inner.model
         self._changes: list[str] = []  # names of submodules and parameters that were added or replaced
         self._forwards, self._series = 0, next(_series)
+        # Those of the active run: a block with options of its own has another Runtime.
+        self._pending_checks = current().state.pending_checks
         is_moved = not self.engine.moves_inputs and block.run.device.type != "cpu"
         self._device = block.run.device if is_moved else None
 
@@ -209,8 +211,8 @@ class _RoutedModel:
         if self._changes:
             self._follow_changes()
         self._forwards += 1
-        if pending_checks and self.engine.reduction is not None:
-            run_checks(f"{self._series}/{self._forwards}")
+        if self._pending_checks and self.engine.reduction is not None:
+            run_checks(self._pending_checks, f"{self._series}/{self._forwards}")
 
     def _follow_changes(self) -> None:
         """Hook parameters that were added or replaced, which all ranks get from rank 0."""

@@ -28,7 +28,7 @@ from parallelize.data.same_data import (
 from parallelize.data.source import Pass, Source
 from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
-from parallelize.gradients.batch_weights import weighing_loop
+from parallelize.gradients.batch_weights import BatchWeight, weigh_batches, weighing_loop
 from parallelize.run.context import active, is_main
 from parallelize.run.loader_weights import LoaderLoop
 from parallelize.run.startup_summary import ActiveLoader
@@ -282,11 +282,15 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
             "other than 'exact'; what draws random numbers of its own needs the same seed on all "
             "processes, and what shards itself divides='processes'",
         )
+        # A loader that was made before the block of a script belongs to no run, and its passes to
+        # that of the block.
+        run = active() or self._self_run
+        run.state.pending_checks.add(check)
         this_pass.checks = check, ActiveLoader(source.batch_summary())
         is_drawn_by_torch = isinstance(this_pass.order, (range, torch.Tensor))
         if order and not is_drawn_by_torch:
             loaders.compared += 1
-            run_checks(f"data/{position.epoch}/{loaders.compared}")
+            run_checks(run.state.pending_checks, f"data/{position.epoch}/{loaders.compared}")
 
     def __enter__(self) -> ShardedLoader[T]:
         return self

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 if TYPE_CHECKING:
+    from parallelize.agreement.rank_consistency import ConsistencyCheck
     from parallelize.backends.auto.choice import Choice
 
 __all__ = ["RunState"]
@@ -25,8 +27,11 @@ class RunState:
             the run does not log the line again.
         engine_choices: what `backend="auto"` has chosen, by the path of the file that keeps it; None: no file keeps it.
             A choice is found by the text of what it was made for. Without it, each block would measure the model again.
+        pending_checks: what this rank says that it does, until the next point that all ranks reach. Loaders add to it,
+            and `run_checks` empties it. A check that its loader has dropped is gone from it.
     """
 
     is_in_block: bool = False
     has_logged_summary: bool = False
     engine_choices: dict[str | None, dict[str, Choice]] = field(default_factory=dict)
+    pending_checks: WeakSet[ConsistencyCheck] = field(default_factory=WeakSet)
