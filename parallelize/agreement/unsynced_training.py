@@ -1,4 +1,9 @@
-"""Warning for unsynchronized training: optimizer steps outside of parallel_model, without collectives in between."""
+"""A warning about training apart: optimizer steps outside of parallel_model, and no collectives.
+
+first step of an optimizer        next step of the same one
+──────────┬───────────────────────────────┬──────────────────
+          number of collectives   ==      number of collectives     a warning, once in a run
+"""
 
 from __future__ import annotations
 
@@ -14,49 +19,70 @@ from parallelize.run.state import RunState
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.step import BeforeStep, before_step
 
-__all__ = ["warn_if_unsynced"]
+__all__ = ["collectives_begun", "warn_if_unsynced"]
 
 
 def warn_if_unsynced(state: RunState) -> contextlib.AbstractContextManager[Any]:
-    """Warn if the first optimizer that steps in the context makes two steps without a block or a collective.
+    """Warn of an optimizer that makes two steps without a block or a collective between them.
 
-    DistributedDataParallel and manual averaging make collectives in every step, so they cause no warning. This is not
-    an error, because independent models on each rank may be intended.
+    It is the first one that steps in the context. DistributedDataParallel and manual averaging make
+    collectives in every step, so that they cause no warning. This is no error, because independent
+    models of the ranks may be intended.
 
     Args:
         state: of the run.
     """
     if dist.get_world_size() == 1:
         return contextlib.nullcontext()
-    first: Any = None  # the first optimizer, and the collectives before its step
-    is_decided = False
+    return before_step(BeforeStep.WATCH, _StepsApart(state))
 
-    def look(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        nonlocal first, is_decided
-        if first is None:
-            first = weakref.ref(optimizer), _collectives_begun(state)
-        elif not is_decided and first[0]() is optimizer:
-            is_decided = True
-            if first[1] is not None and _collectives_begun(state) == first[1]:
+
+class _StepsApart:
+    """A hook before the steps of all optimizers.
+
+    Args:
+        state: of the run.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._collectives_at_first_step: int | None = None
+        self._is_decided = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_decided:
+            return
+        if self._first_optimizer is None:
+            self._first_optimizer = weakref.ref(optimizer)
+            self._collectives_at_first_step = self._collectives_outside_of_blocks()
+        elif self._first_optimizer() is optimizer:
+            self._is_decided = True
+            before = self._collectives_at_first_step
+            if before is not None and self._collectives_outside_of_blocks() == before:
                 _warn()
 
-    return before_step(BeforeStep.WATCH, look)
+    def _collectives_outside_of_blocks(self) -> int | None:
+        return None if self._state.is_in_block else collectives_begun()
 
 
-def _collectives_begun(state: RunState) -> int | None:
-    """Return the number of collectives that this process has begun; None: in a block, or a group counts none."""
+def collectives_begun() -> int | None:
+    """Return the number of collectives that this process has begun; None: a group counts none."""
     groups: Any = dict(dist.distributed_c10d._world.pg_map)
+    number = 0
     try:
-        begun = sum(int(group._get_sequence_number_for_group()) for group in groups)
-    except RuntimeError:  # the backend of a group, such as one of a plug-in, has no sequence numbers
+        for group in groups:
+            number += int(group._get_sequence_number_for_group())
+    except RuntimeError:  # The backend of a group, such as that of a plug-in, does not count.
         return None
-    return None if state.is_in_block else begun
+    return number
 
 
 def _warn() -> None:
     warnings.warn(
-        f"each of {dist.get_world_size()} processes trains a separate model: outside of a parallel_model block, an "
-        "optimizer made two steps without a collective between them; put the loop in `with parallel_model(model):`, "
-        "or, if separate models are intended, call warnings.filterwarnings('ignore', 'each of .* processes trains')",
+        f"each of {dist.get_world_size()} processes trains a separate model: outside of a "
+        "parallel_model block, an optimizer made two steps without a collective between them; put "
+        "the loop in `with parallel_model(model):`, or, if separate models are intended, call "
+        "warnings.filterwarnings('ignore', 'each of .* processes trains')",
         stacklevel=user_stacklevel(),
     )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from parallelize.agreement.batch_losses import BatchLosses
 from parallelize.agreement.fingerprint import require_same_model, warn_if_trained_apart
 from parallelize.agreement.first_step import FirstStep
 from parallelize.agreement.rank_consistency import run_checks
@@ -72,6 +73,7 @@ class Block:
         self.summary = StartupSummary(run)
         # Models of an inner block may be called with equal inputs, such as features of all ranks.
         self.first_step = FirstStep(models, is_over=run.world.world_size == 1 or bool(routed_models()))
+        self.batch_losses = BatchLosses(run, adds_up=average != "ranks")
         self.reducer: Reducer | None = None
         self.verification: Verification | None = None
         self.is_over = False
@@ -116,10 +118,15 @@ class Block:
             reducer=self.reducer,
             warns_of_buffers=not self._buffers and getattr(self.run.config.backend, "broadcast_buffers", True),
             loss_weight=self.averaging.loss_weight,
-            before_first_step=lambda: self.first_step.compare(self.averaging.end_first_step()),
+            before_first_step=self._before_first_step,
         )
         stack.enter_context(verification.active())
+        stack.enter_context(self.batch_losses.active())
         self.verification = verification
+
+    def _before_first_step(self) -> None:
+        self.batch_losses.before_first_step()
+        self.first_step.compare(self.averaging.end_first_step())
 
     def _reduced(self) -> list[tuple[nn.Module, Reduction]]:
         return [(each.replicas, each.engine.reduction) for each in self._routed if each.engine.reduction is not None]
@@ -234,6 +241,8 @@ class _RoutedModel:
         self._block.refresh()
 
     def _after_forward(self, output: Any, inputs: Any) -> None:
+        if not self._block.batch_losses.is_over:
+            self._block.batch_losses.mark(output, inputs)
         averaging = self._block.averaging
         nodes = averaging.mark(output, inputs) if averaging.marks else grad_fns_of(output)
         for node in nodes if self.engine.reduction is not None else ():

@@ -184,11 +184,24 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
                 if run.config.logical is not None:
                     parts = this_pass.parts(this_pass.steps)
                     run.loaders.parts_by_size[sum(parts.sizes)] = parts
+                if has_others:
+                    run_of_step = active() or run
+                    run_of_step.loaders.shared_samples = self._shared_samples(this_pass)
                 this_pass.steps, this_pass.is_open = this_pass.steps + 1, True
                 yield batch
             this_pass.is_exhausted = True
             self._self_pass = this_pass
             loop.end_epoch()
+
+    def _shared_samples(self, this_pass: Pass) -> int:
+        """Return the number of samples of this process in a batch that all processes share.
+
+        0: each process has a batch of its own, or the order is not known, so that neither is the
+        number.
+        """
+        if self._self_options.batch != "global" or this_pass.order is None:
+            return 0
+        return this_pass.count(this_pass.steps)
 
     def _batches(self, this_pass: Pass) -> Iterator[Any]:
         """Return the batches of a pass, on this process's device.

@@ -35,6 +35,9 @@ class LoadersOfRun:
         has_evaluated: whether a loader was read without gradients.
         merged_ranks: number of ranks whose batches this one process reads in each step, for `compare`.
         parts_by_size: number of samples of a batch -> its parts, of the latest batch with as many.
+        shared_samples: number of this process's samples in the latest batch, if all processes share it
+            (batch="global"); 0: they do not, or the number is not known. Loaders set it, for the check of losses that
+            compare the samples of a batch.
     """
 
     sharded: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)
@@ -45,3 +48,4 @@ class LoadersOfRun:
     has_evaluated: bool = False
     merged_ranks: int = 1
     parts_by_size: dict[int, Parts] = field(default_factory=dict)
+    shared_samples: int = 0

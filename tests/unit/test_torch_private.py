@@ -30,8 +30,10 @@ NEWER |= set() if torch.distributed.is_nccl_available() else NCCL_ONLY
 # Documented by Python in spite of the underscore.
 DOCUMENTED = {"_exit", "_fields", "_getframe", "_current_frames", "_replace"}
 # Attributes of graph nodes: https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors. The tests of
-# gradients/target_counts.py fail if a loss does not have one any more.
+# gradients/target_counts.py and agreement/coupling_rules.py fail if a loss does not have one any more.
 DOCUMENTED |= {"_saved_other", "_saved_reduction", "_saved_self", "_saved_total_weight"}
+DOCUMENTED |= {"_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims", "_saved_exponent", "_saved_keepdim"}
+DOCUMENTED |= {"_saved_ord", "_saved_p"}
 # Attributes of other libraries' samplers and datasets.
 OTHERS = {"_distributed", "_num_replicas", "_unique_rank_world"}
 IDENTIFIER = re.compile(r"_[a-zA-Z]\w*")

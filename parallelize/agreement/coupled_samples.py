@@ -1,0 +1,138 @@
+"""Does a loss compare the samples of a batch with each other? Its autograd graph tells.
+
+    output of a model ── square ────── PER_SAMPLE ── mean ── SUMMED            an ordinary loss
+    output of a model ── sum ───────── SUMMED ────── sqrt ── COUPLED           RMSE, dice, VICReg
+    output of a model ─┬─ x @ y.T ──── PAIRED ── softmax ─── COUPLED           CLIP, InfoNCE
+    output of a model ─┘
+
+The search starts at the marked outputs of models, whose rows are the samples of a batch, and
+follows each value up to the loss. A value behind an operation without a rule is UNKNOWN, and
+nothing is said of it: a loss that is called coupled is coupled, and one that is not may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from parallelize.agreement.coupling_rules import (
+    CONSTANT,
+    RULES,
+    UNKNOWN,
+    Dependence,
+    Operand,
+    Operation,
+    Value,
+    operation_name,
+    shape_of,
+)
+
+__all__ = ["BATCH_KEY", "Batch", "coupling_operation"]
+
+BATCH_KEY: Any = "parallelize: batch"
+"""Key of the metadata of a node that has computed an output of a model; its value is a `Batch`."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch from which a model has computed an output.
+
+    Args:
+        samples: number of samples; 0: not known, so that nothing is said of the output.
+        is_batch_first: whether an input shows that the first dimension is that of the samples.
+    """
+
+    samples: int
+    is_batch_first: bool = False
+
+
+def coupling_operation(roots: Iterable[tuple[Any, int]]) -> str | None:
+    """Return the name of the operation by which a loss couples samples; None: none is known.
+
+    Args:
+        roots: node and output number of each tensor from which a backward pass starts. One without
+            a node needs no gradient.
+    """
+    values: dict[tuple[Any, int], Value] = {}
+    for root in roots:
+        if root[0] is None:
+            continue
+        value = _value_of(root, values)
+        if value.dependence is Dependence.COUPLED:
+            return value.operation
+    return None
+
+
+def _value_of(root: tuple[Any, int], values: dict[tuple[Any, int], Value]) -> Value:
+    """Return what is known of a value, after that of all values that it was computed from.
+
+    A graph may be deeper than Python's stack, so that this is a loop with a stack of its own.
+    """
+    pending = [root]
+    while pending:
+        edge = pending[-1]
+        node, output = edge
+        if edge in values:
+            pending.pop()
+            continue
+        batch = node.metadata.get(BATCH_KEY)
+        if batch is not None:
+            values[edge] = _output_of_model(node, output, batch)
+            continue
+        operand_edges = [operand for operand in node.next_functions if operand[0] is not None]
+        missing = [operand for operand in operand_edges if operand not in values]
+        if missing:
+            pending += missing
+            continue
+        values[edge] = _computed(node, output, values)
+    return values[root]
+
+
+def _computed(node: Any, output: int, values: dict[tuple[Any, int], Value]) -> Value:
+    operands = []
+    for operand_node, operand_output in node.next_functions:
+        if operand_node is None:
+            operands.append(Operand(CONSTANT, ()))
+        else:
+            shape = shape_of(operand_node, operand_output)
+            operands.append(Operand(values[operand_node, operand_output], shape))
+    operation = Operation(node, output, operands)
+    if not operation.dependent:
+        return CONSTANT
+    rule = RULES.get(operation.name)
+    if rule is None:
+        return UNKNOWN
+    for operand in operation.dependent:
+        if operand.value.dependence is Dependence.COUPLED:
+            return operand.value
+    for operand in operation.dependent:
+        if operand.value.dependence is Dependence.UNKNOWN:
+            return UNKNOWN
+    return rule(operation)
+
+
+def _output_of_model(node: Any, output: int, batch: Batch) -> Value:
+    """Return what is known of an output: it is per sample if its first dimension has all samples.
+
+    Two rows a sample are two views of it, in one forward. The dimension is not known if another one
+    has the same size, and no input shows which is which.
+    """
+    shape = shape_of(node, output)
+    if math.prod(shape) == 1:
+        return CONSTANT if _is_of_one_parameter(node) else UNKNOWN
+    if batch.samples < 2 or shape[0] not in {batch.samples, 2 * batch.samples}:
+        return UNKNOWN
+    if batch.samples in shape[1:] and not batch.is_batch_first:
+        return UNKNOWN
+    return Value(Dependence.PER_SAMPLE, (0,), rows=shape[0])
+
+
+def _is_of_one_parameter(node: Any) -> bool:
+    """Whether a value is a function of one parameter alone, such as the temperature of a CLIP."""
+    while len(node.next_functions) == 1 and operation_name(node):
+        ((node, _output),) = node.next_functions
+        if node is None:
+            return False
+    return hasattr(node, "variable")

@@ -1,0 +1,577 @@
+"""What operations make of values that depend on the samples of a batch: a rule for each operation.
+
+    PER_SAMPLE ─── exp, + constant, matrix product along other dimensions ─── PER_SAMPLE
+    PER_SAMPLE ─── sum or mean along the batch, x.T @ y ───────────────────── SUMMED
+    PER_SAMPLE ─── x @ y.T, x[:, None] * y ────────────────────────────────── PAIRED
+    SUMMED ─────── sum, * constant, any choice of elements ────────────────── SUMMED
+    SUMMED ─────── exp, sqrt, square, * another value ─────────────────────── COUPLED
+    PAIRED ─────── sum or softmax along the batch ─────────────────────────── COUPLED
+
+A rule looks at an operation, at shapes and at dimensions, and never at the numbers in a tensor. It
+returns UNKNOWN rather than guess.
+
+Glossary:
+    operand      a value that an operation has taken, with its shape
+    rows         the elements along the batch dimension; a sample has one or two
+    crossing     an operation that joins elements along the batch dimension
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+__all__ = [
+    "CONSTANT",
+    "RULES",
+    "UNKNOWN",
+    "Dependence",
+    "Operand",
+    "Operation",
+    "Value",
+    "operation_name",
+    "shape_of",
+]
+
+Shape = tuple[int, ...]
+
+
+class Dependence(enum.Enum):
+    """How the elements of a value depend on the samples of a batch."""
+
+    CONSTANT = enum.auto()
+    """On none."""
+    PER_SAMPLE = enum.auto()
+    """Each element on one sample, and the elements together on several."""
+    SUMMED = enum.auto()
+    """Each element is a sum of several terms, each of which depends on one sample."""
+    PAIRED = enum.auto()
+    """Element [i, j] is a function of sample i and sample j, as those of x @ y.T."""
+    COUPLED = enum.auto()
+    """On several samples, and no sum of functions of one sample."""
+    UNKNOWN = enum.auto()
+    """It cannot be told."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of a value.
+
+    Args:
+        dependence: how its elements depend on samples.
+        batch_dims: the batch dimension of PER_SAMPLE, or the two of PAIRED; empty: not known.
+        rows: number of rows, which tells where the batch dimension is after a reshape.
+        selection: node and output number of the operation that has selected or joined rows; None:
+            all rows of the batch, in their order. After different selections, one row may have
+            different samples.
+        is_masked: whether elements of PAIRED may have been left out, such as all pairs of different
+            samples.
+        operation: name of the operation that has coupled samples.
+    """
+
+    dependence: Dependence
+    batch_dims: tuple[int, ...] = ()
+    rows: int = 0
+    selection: tuple[Any, int] | None = None
+    is_masked: bool = False
+    operation: str = ""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value that an operation has taken, with its shape."""
+
+    value: Value
+    shape: Shape
+
+
+CONSTANT = Value(Dependence.CONSTANT)
+_SUMMED = Value(Dependence.SUMMED)
+UNKNOWN = Value(Dependence.UNKNOWN)
+
+
+class Operation:
+    """An operation in the graph.
+
+    Args:
+        node: its node.
+        output: number of the output that is looked at.
+        operands: what it has taken. Constants have no shape.
+    """
+
+    def __init__(self, node: Any, output: int, operands: Sequence[Operand]) -> None:
+        self.node, self.edge, self.operands = node, (node, output), operands
+        self.name = operation_name(node)
+        self.shape = shape_of(node, output)
+
+    @property
+    def first(self) -> Operand:
+        """The first operand, which is the only one of reductions and movements."""
+        return self.operands[0]
+
+    @property
+    def dependent(self) -> list[Operand]:
+        """The operands that are no constants."""
+        return [operand for operand in self.operands if operand.value != CONSTANT]
+
+    def saved_dim(self, name: str, ndim: int) -> int:
+        """Return a dimension that the operation has saved, counted from 0."""
+        return _from_front(getattr(self.node, name), ndim)
+
+    def coupled(self) -> Value:
+        """Return the value of an operation that couples samples."""
+        return Value(Dependence.COUPLED, operation=self.name)
+
+
+_Rule = Callable[[Operation], Value]
+
+
+def operation_name(node: Any) -> str:
+    """Return the name of torch's own operation; "" for others, such as a user's Function."""
+    match = re.fullmatch(r"(\w+)Backward\d", node.name())
+    return match[1] if match else ""
+
+
+def shape_of(node: Any, output: int) -> Shape:
+    """Return the shape of what a node has computed."""
+    # Not that of a saved tensor: hooks on saved tensors would load it from where it is.
+    return tuple(node._input_metadata[output].shape)
+
+
+def _from_front(dim: int, ndim: int) -> int:
+    # Nodes show a negative dimension as an unsigned number of 64 bits.
+    signed = dim - 2**64 if dim >= 2**63 else dim
+    return signed % max(ndim, 1)
+
+
+# Element by element. Shapes are broadcast: dimensions are counted from the last one.
+
+
+def _aligned(operation: Operation) -> list[Value]:
+    """Return the operands that are no constants, with the dimensions of the result."""
+    values = []
+    for operand in operation.dependent:
+        shift = len(operation.shape) - len(operand.shape)
+        dims = tuple(dim + shift for dim in operand.value.batch_dims)
+        values.append(replace(operand.value, batch_dims=dims))
+    return values
+
+
+def _joined(values: Sequence[Value]) -> Value:
+    """Return what is known of a sum of values, or of any function if no value is SUMMED."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    dependences = {value.dependence for value in values}
+    if Dependence.SUMMED in dependences:
+        return UNKNOWN if Dependence.PAIRED in dependences else _SUMMED
+    if Dependence.PAIRED in dependences:
+        return _joined_pairs(values)
+    selections = {value.selection for value in values}
+    if len(selections) > 1 or not all(value.batch_dims for value in values):
+        return UNKNOWN
+    if all(value.batch_dims == first.batch_dims for value in values):
+        return first
+    return _SUMMED
+
+
+def _joined_pairs(values: Sequence[Value]) -> Value:
+    pairs = next(value for value in values if value.dependence is Dependence.PAIRED)
+    is_masked = False
+    for value in values:
+        is_masked |= value.is_masked
+        if not value.batch_dims or not set(value.batch_dims) <= set(pairs.batch_dims):
+            return UNKNOWN
+    return replace(pairs, is_masked=is_masked)
+
+
+def _linear(operation: Operation) -> Value:
+    return _joined(_aligned(operation))
+
+
+def _masking(operation: Operation) -> Value:
+    value = _linear(operation)
+    return replace(value, is_masked=value.dependence is Dependence.PAIRED)
+
+
+def _nonlinear(operation: Operation) -> Value:
+    if operation.name == "Pow" and getattr(operation.node, "_saved_exponent", None) == 1:
+        return _linear(operation)
+    value = _linear(operation)
+    if value.dependence is Dependence.SUMMED:
+        return operation.coupled()
+    return value
+
+
+def _piecewise_linear(operation: Operation) -> Value:
+    """Return what is known of e.g. a clamped value: a sum may be within the bounds, or not."""
+    value = _linear(operation)
+    return UNKNOWN if value.dependence is Dependence.SUMMED else value
+
+
+def _multiplied(operation: Operation, values: Sequence[Value]) -> Value:
+    dependences = {value.dependence for value in values}
+    if len(values) > 1 and Dependence.SUMMED in dependences:
+        return operation.coupled()
+    joined = _joined(values)
+    if joined.dependence is Dependence.SUMMED and len(values) > 1:
+        first, second = values
+        dims = (*first.batch_dims, *second.batch_dims)
+        return Value(Dependence.PAIRED, dims, rows=first.rows)
+    return joined
+
+
+def _product(operation: Operation) -> Value:
+    value = _multiplied(operation, _aligned(operation))
+    has_constant = len(operation.dependent) == 1
+    if value.dependence is Dependence.PAIRED and has_constant:
+        # A matrix of zeros and ones may leave out pairs. A number, such as a temperature, does not.
+        return replace(value, is_masked=value.is_masked or not _is_scaled(operation))
+    return value
+
+
+def _is_scaled(operation: Operation) -> bool:
+    """Whether the constant of a product is a single number."""
+    names = ("_saved_self", "_saved_other")
+    edges = operation.node.next_functions
+    for name, (node, _output), operand in zip(names, edges, operation.operands, strict=False):
+        if operand.value == CONSTANT and node is not None:
+            return math.prod(operand.shape) == 1
+        if operand.value == CONSTANT:
+            constant = getattr(operation.node, name, None)
+            return not isinstance(constant, torch.Tensor) or constant.numel() == 1
+    return True
+
+
+def _quotient(operation: Operation) -> Value:
+    values = _aligned(operation)
+    has_divisor = len(operation.operands) > 1 and operation.operands[1].value != CONSTANT
+    if not has_divisor:
+        return values[0]
+    if values[-1].dependence is Dependence.SUMMED:
+        return operation.coupled()
+    return _multiplied(operation, values)
+
+
+# Reductions, and what normalizes along a dimension.
+
+
+def _dims_of(operation: Operation) -> set[int]:
+    """Return the dimensions along which an operation reduces."""
+    ndim = len(operation.first.shape)
+    saved = getattr(operation.node, "_saved_dim", None)
+    if isinstance(saved, int):
+        saved = (saved,)
+    if not saved:
+        return set(range(ndim))
+    return {_from_front(dim, ndim) for dim in saved}
+
+
+def _crosses(value: Value, dims: set[int], ndim: int) -> bool | None:
+    """Whether an operation along some dimensions joins rows; None: it cannot be told."""
+    if len(dims) == ndim:
+        return True
+    if not value.batch_dims:
+        return None
+    return not dims.isdisjoint(value.batch_dims)
+
+
+def _without_dims(value: Value, dims: set[int], *, keepdim: bool) -> Value:
+    if keepdim:
+        return value
+    batch_dims = []
+    for batch_dim in value.batch_dims:
+        before = [dim for dim in dims if dim < batch_dim]
+        batch_dims.append(batch_dim - len(before))
+    return replace(value, batch_dims=tuple(batch_dims))
+
+
+def _summed(operation: Operation) -> Value:
+    """Return what is known of a sum or mean."""
+    value, ndim = operation.first.value, len(operation.first.shape)
+    if value.dependence is Dependence.SUMMED:
+        return value
+    dims = _dims_of(operation)
+    crosses = _crosses(value, dims, ndim)
+    if crosses is None:
+        return UNKNOWN
+    if not crosses:
+        keepdim = getattr(operation.node, "_saved_keepdim", False)
+        return _without_dims(value, dims, keepdim=keepdim)
+    if value.dependence is Dependence.PER_SAMPLE:
+        return _SUMMED
+    return UNKNOWN if value.is_masked else operation.coupled()
+
+
+def _nonlinear_reduction(operation: Operation) -> Value:
+    """Return what is known of e.g. a norm, a standard deviation, or a logarithm of a sum."""
+    order = getattr(operation.node, "_saved_ord", getattr(operation.node, "_saved_p", 2))
+    if order != 2:
+        return UNKNOWN  # The norm of order 1 is a sum.
+    value, ndim = operation.first.value, len(operation.first.shape)
+    if value.dependence is Dependence.SUMMED:
+        return operation.coupled()
+    dims = _dims_of(operation)
+    crosses = _crosses(value, dims, ndim)
+    if crosses is None:
+        return UNKNOWN
+    if crosses:
+        return operation.coupled()
+    keepdim = getattr(operation.node, "_saved_keepdim", False)
+    return _without_dims(value, dims, keepdim=keepdim)
+
+
+def _softmax(operation: Operation) -> Value:
+    value, ndim = operation.first.value, len(operation.first.shape)
+    if value.dependence is Dependence.SUMMED:
+        return operation.coupled()
+    crosses = _crosses(value, _dims_of(operation), ndim)
+    if crosses is None:
+        return UNKNOWN
+    return operation.coupled() if crosses else value
+
+
+def _elementwise_loss(operation: Operation) -> Value:
+    value = _nonlinear(operation)
+    return _after_reduction(operation, value)
+
+
+def _picking_loss(operation: Operation) -> Value:
+    """Return what is known of a loss that picks the element of each row that is its target's."""
+    value = operation.first.value
+    if value.dependence is Dependence.PAIRED or value.batch_dims not in {(), (0,)}:
+        return UNKNOWN
+    return _after_reduction(operation, value)
+
+
+def _after_reduction(operation: Operation, value: Value) -> Value:
+    is_reduced = operation.node._saved_reduction != 0
+    if not is_reduced or value.dependence in {Dependence.COUPLED, Dependence.UNKNOWN}:
+        return value
+    if value.dependence is Dependence.PAIRED:
+        return UNKNOWN if value.is_masked else operation.coupled()
+    return _SUMMED
+
+
+# Products of matrices. A place is the dimension of the result that a dimension becomes; None: the
+# product sums over it.
+
+_Places = tuple[int | None, ...]
+
+
+def _contraction(first_places: _Places, second_places: _Places) -> _Rule:
+    def rule(operation: Operation) -> Value:
+        # That of addmm and baddbmm is added first.
+        *added, first, second = operation.operands
+        if any(operand.value != CONSTANT for operand in added):
+            return UNKNOWN
+        return _contracted(operation, (first, first_places), (second, second_places))
+
+    return rule
+
+
+def _contracted(operation: Operation, *factors: tuple[Operand, _Places]) -> Value:
+    values, places = [], []
+    for operand, places_of_operand in factors:
+        value = operand.value
+        if value == CONSTANT:
+            continue
+        if value.dependence is Dependence.PER_SAMPLE and not value.batch_dims:
+            return UNKNOWN
+        values.append(value)
+        places.append([places_of_operand[dim] for dim in value.batch_dims])
+    if not values:
+        return CONSTANT
+    if len(values) == 1:
+        return _times_constant(values[0], places[0])
+    if Dependence.SUMMED in {value.dependence for value in values}:
+        return operation.coupled()
+    if Dependence.PAIRED in {value.dependence for value in values}:
+        return UNKNOWN
+    return _times_samples(operation, values, places[0] + places[1])
+
+
+def _times_constant(value: Value, places: Sequence[int | None]) -> Value:
+    if value.dependence is Dependence.SUMMED:
+        return value
+    if None in places:
+        return _SUMMED if value.dependence is Dependence.PER_SAMPLE else UNKNOWN
+    kept = tuple(place for place in places if place is not None)
+    return replace(value, batch_dims=kept)
+
+
+def _times_samples(
+    operation: Operation, values: Sequence[Value], places: Sequence[int | None]
+) -> Value:
+    """Return what is known of a product of two values that are per sample."""
+    first_place, second_place = places
+    if first_place is None and second_place is None:
+        return _SUMMED  # As x.T @ y: a sum over the samples.
+    if first_place is None or second_place is None:
+        return operation.coupled()
+    if first_place != second_place:
+        return Value(Dependence.PAIRED, (first_place, second_place), rows=values[0].rows)
+    return _joined([replace(value, batch_dims=(first_place,)) for value in values])
+
+
+# Movements of elements.
+
+
+def _reshaped(operation: Operation) -> Value:
+    """Return what is known of elements that keep their order, and get another shape."""
+    value, shape = operation.first.value, operation.first.shape
+    dims = []
+    for dim in value.batch_dims:
+        place = _place_after_reshape(value.rows, shape[:dim], operation.shape)
+        if place is not None:
+            dims.append(place)
+    if value.dependence is Dependence.PAIRED and len(dims) < 2:
+        return UNKNOWN
+    return replace(value, batch_dims=tuple(dims))
+
+
+def _place_after_reshape(rows: int, shape_before: Shape, shape: Shape) -> int | None:
+    """Return the dimension of a new shape whose every element is of one row.
+
+    It begins where the old one did, and its size is a multiple of the number of rows.
+    """
+    elements_before = math.prod(shape_before)
+    for place, size in enumerate(shape):
+        if math.prod(shape[:place]) == elements_before and size > 1:
+            return place if size % rows == 0 else None
+    return None
+
+
+def _expanded(operation: Operation) -> Value:
+    (value,) = _aligned(operation)
+    return value
+
+
+def _permuted(operation: Operation) -> Value:
+    value, ndim = operation.first.value, len(operation.shape)
+    order = list(range(ndim))
+    if operation.name == "Permute":
+        order = [_from_front(dim, ndim) for dim in operation.node._saved_dims]
+    elif operation.name == "Transpose":
+        first = operation.saved_dim("_saved_dim0", ndim)
+        second = operation.saved_dim("_saved_dim1", ndim)
+        order[first], order[second] = second, first
+    else:
+        order.reverse()
+    dims = tuple(order.index(dim) for dim in value.batch_dims)
+    return replace(value, batch_dims=dims)
+
+
+def _sliced(operation: Operation) -> Value:
+    value = operation.first.value
+    if value.dependence is Dependence.SUMMED:
+        return value
+    dim = operation.saved_dim("_saved_dim", len(operation.first.shape))
+    if not value.batch_dims:
+        return UNKNOWN
+    if dim not in value.batch_dims:
+        return value
+    # Three rows are of at least two samples, each of which has at most two rows.
+    rows = operation.shape[dim]
+    is_by_row = operation.first.shape[dim] == value.rows
+    if value.dependence is Dependence.PAIRED or not is_by_row or rows < 3:
+        return UNKNOWN
+    return replace(value, rows=rows, selection=operation.edge)
+
+
+def _selected(operation: Operation) -> Value:
+    value = operation.first.value
+    if value.dependence is Dependence.SUMMED:
+        return value
+    dim = operation.saved_dim("_saved_dim", len(operation.first.shape))
+    if not value.batch_dims or dim in value.batch_dims:
+        return UNKNOWN
+    return _without_dims(value, {dim}, keepdim=False)
+
+
+def _gathered(operation: Operation) -> Value:
+    value = operation.first.value
+    if value.dependence is Dependence.SUMMED:
+        return value
+    dim = operation.saved_dim("_saved_dim", len(operation.first.shape))
+    if not value.batch_dims or dim in value.batch_dims:
+        return UNKNOWN
+    return value
+
+
+def _picked(operation: Operation) -> Value:
+    """Return what is known of elements that were picked by their positions."""
+    value = operation.first.value
+    return value if value.dependence is Dependence.SUMMED else UNKNOWN
+
+
+def _concatenated(operation: Operation) -> Value:
+    values = [operand.value for operand in operation.dependent]
+    if all(value.dependence is Dependence.SUMMED for value in values):
+        return _SUMMED
+    is_per_sample = all(value.dependence is Dependence.PER_SAMPLE for value in values)
+    value = _joined(values)
+    if not is_per_sample or len(value.batch_dims) != 1:
+        return UNKNOWN
+    (batch_dim,) = value.batch_dims
+    dim = operation.saved_dim("_saved_dim", len(operation.shape))
+    if operation.name == "Stack":
+        return replace(value, batch_dims=(batch_dim + int(dim <= batch_dim),))
+    if dim != batch_dim:
+        return value
+    # Rows beside which constants stand may be those of this rank among gathered ones.
+    if len(values) < len(operation.operands):
+        return UNKNOWN
+    return replace(value, rows=operation.shape[dim], selection=operation.edge)
+
+
+def _samplewise(operation: Operation) -> Value:
+    """Return what is known of the output of a layer that keeps the samples in the first dimension.
+
+    Batch norm is one: it is told of elsewhere that it normalizes by rank.
+    """
+    value = operation.first.value
+    is_kept = value.batch_dims == (0,) and operation.first.shape[0] == operation.shape[0]
+    if len(operation.dependent) > 1 or len(operation.shape) < 2 or not is_kept:
+        return UNKNOWN
+    return value
+
+
+RULES: dict[str, _Rule] = {}
+for _rule, _names in (
+    (_linear, "Add Sub Rsub Neg ToCopy Clone Alias"),
+    (_masking, "Where MaskedFill Triu Tril"),
+    (_nonlinear, "Exp Expm1 Exp2 Log Log1P Log2 Log10 Sqrt Rsqrt Pow Reciprocal Sin Cos Erf"),
+    (_nonlinear, "Sigmoid LogSigmoid Tanh Softplus Gelu Silu Elu Mish"),
+    (_piecewise_linear, "Relu LeakyRelu Abs Clamp ClampMin ClampMax Hardtanh Threshold"),
+    (_piecewise_linear, "Minimum Maximum"),
+    (_product, "Mul"),
+    (_quotient, "Div"),
+    (_summed, "Sum Mean"),
+    (_nonlinear_reduction, "Var Std Norm LinalgVectorNorm Logsumexp Prod"),
+    (_softmax, "Softmax LogSoftmax"),
+    (_elementwise_loss, "MseLoss SmoothL1Loss HuberLoss SoftMarginLoss BinaryCrossEntropy"),
+    (_elementwise_loss, "BinaryCrossEntropyWithLogits"),
+    (_picking_loss, "NllLoss NllLoss2D"),
+    (_contraction((0, None), (None, 1)), "Mm Addmm"),
+    (_contraction((0, 1, None), (0, None, 2)), "Bmm Baddbmm"),
+    (_contraction((0, None), (None,)), "Mv"),
+    (_contraction((None,), (None,)), "Dot"),
+    (_reshaped, "View UnsafeView Reshape ReshapeAlias Unsqueeze Squeeze"),
+    (_expanded, "Expand"),
+    (_permuted, "Permute Transpose T"),
+    (_sliced, "Slice Split SplitWithSizes"),
+    (_selected, "Select Unbind"),
+    (_gathered, "Gather IndexSelect"),
+    (_picked, "Index Diagonal Trace Take MaskedSelect Cumsum"),
+    (_concatenated, "Cat Stack"),
+    (_samplewise, "NativeLayerNorm NativeBatchNorm NativeGroupNorm Convolution NativeDropout"),
+):
+    for _name in _names.split():
+        RULES[_name] = _rule
