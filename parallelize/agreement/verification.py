@@ -24,7 +24,8 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
 from parallelize.gradients import differentiable
 from parallelize.gradients.batch_weights import Weight
-from parallelize.gradients.reducer import Reducer, Slot
+from parallelize.gradients.buckets import Slot
+from parallelize.gradients.reducer import Reducer
 from parallelize.run.containers import map_leaves
 from parallelize.run.context import Runtime, is_capturing
 from parallelize.run.group_abort import is_interrupted
@@ -180,7 +181,7 @@ class Verification:
         suspects = [(f"a tensor of shape {tuple(each.shape)} in {name}", each) for each in unknown]
         if slots:
             self._reducer.require_seen()
-            wrong = {slot for slot in slots if slot.parameter.grad is not slot.averaged()}
+            wrong = self._reducer.unaveraged(slots)
             # In the reducer's order: an optimizer that was given a set has another order on each rank.
             ordered = self._reducer.slots.values() if wrong else ()
             suspects += [(slot.name, slot.parameter) for slot in ordered if slot in wrong]

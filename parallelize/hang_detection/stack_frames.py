@@ -35,7 +35,11 @@ Stack = Sequence[tuple[FrameType, int]]
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
-_WAITS = (_OWN + "gradients/reducer.py", _TORCH + "distributed/_functional_collectives.py")
+_WAITS = (
+    _OWN + "gradients/buckets.py",
+    _OWN + "gradients/mean_over_ranks.py",
+    _TORCH + "distributed/_functional_collectives.py",
+)
 _OPERATORS = (_TORCH + "_ops.py", _TORCH + "_library")  # Python frames of a custom operator's call
 
 

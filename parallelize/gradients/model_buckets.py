@@ -1,0 +1,202 @@
+"""The buckets of one model, and the order in which its gradients arrive."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+
+from parallelize.gradients.buckets import Bucket, BucketState, Place, Slot, Usage, divide
+from parallelize.gradients.mean_over_ranks import MeanOverRanks
+from parallelize.plugins.base import Reduction
+
+__all__ = ["ModelBuckets"]
+
+_bucket = attrgetter("bucket")
+
+
+class _Order(enum.Enum):
+    """What is known of the order in which the gradients of a model arrive.
+
+    A pass under `no_sync` changes nothing.
+
+    EXPECTED ── end of a pass that is averaged: the ranks agree ──> LEARNED
+       ^                                                               │
+       └───────── a parameter is trained for the first time ───────────┘
+    """
+
+    EXPECTED = enum.auto()
+    """The reverse of the order in which parameters are registered: nothing is sent early."""
+
+    LEARNED = enum.auto()
+    """That of rank 0 in the latest pass that was EXPECTED."""
+
+
+class ModelBuckets:
+    """The buckets of one model, for the parameters that have been trained in the block.
+
+    Args:
+        slots: those of its parameters, in the order in which they are registered.
+        reduction: how its gradients are averaged.
+        on_last: called when the gradient that a bucket expects last has accumulated, with these
+            buckets and the parameter.
+
+    Attributes:
+        is_no_sync: whether gradients stay local now.
+        unsent: the buckets that the running pass has not sent yet, in their order.
+        under_way: those that it has sent and not received, in this order.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        reduction: Reduction,
+        on_last: Callable[[ModelBuckets, torch.Tensor], None],
+    ) -> None:
+        self.slots, self.reduction = slots, reduction
+        self.is_no_sync = False
+        self.unsent: deque[Bucket] = deque()
+        self.under_way: deque[Bucket] = deque()
+        self._on_last = functools.partial(on_last, self)
+        self._order = _Order.EXPECTED
+        self._buckets: list[Bucket] = []
+        # Slots of parameters that have never been trained: they are in no bucket.
+        self._untrained = slots
+        # Slots of gradients that have arrived in a pass from which the model learns, in order.
+        self._arrived: list[Slot] = []
+        for slot in slots:
+            slot.model = self
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device on which what is no gradient is sent."""
+        name: str = self.slots[0].parameter.device.type
+        return name
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the running pass shows in which order gradients arrive."""
+        return self._order is _Order.EXPECTED
+
+    def begin(self) -> None:
+        """Begin a pass, with new buckets if a parameter is trained for the first time."""
+        newly_trained = [slot for slot in self._untrained if slot.parameter.requires_grad]
+        if newly_trained:
+            self._order = _Order.EXPECTED
+            self._divide()
+        self.unsent.clear()
+        self.under_way.clear()
+        self._arrived = []
+        for bucket in self._buckets:
+            bucket.begin()
+            if bucket.trained:
+                self.unsent.append(bucket)
+
+    def arrive(self, slots: list[Slot]) -> None:
+        """Note that the gradients of these parameters have accumulated.
+
+        Raises:
+            SyncError: one of them has been sent.
+        """
+        if self.is_learning:
+            self._arrived += slots
+        for bucket, slots_of_bucket in groupby(slots, _bucket):
+            if bucket is not None:
+                bucket.arrive(list(slots_of_bucket))
+
+    def next_complete(self) -> Bucket | None:
+        """Return the next bucket to be sent; None: it must not be sent yet."""
+        if not self.unsent or self.is_learning:
+            return None
+        bucket = self.unsent[0]
+        if bucket.state is not BucketState.COMPLETE or bucket.has_later_hook():
+            return None
+        return bucket
+
+    def send_next(self, mean: MeanOverRanks) -> None:
+        """Send the next bucket."""
+        bucket = self.unsent.popleft()
+        bucket.send(mean.start, self.reduction.dtype)
+        self.under_way.append(bucket)
+
+    def receive_completed(self) -> None:
+        """Receive the buckets whose means are there, so that their flat tensors are freed.
+
+        Nothing waits. In the middle of backward that could be for ever: another rank may send its
+        bucket after a collective of the user's backward (SyncBatchNorm) which this rank has yet to
+        join.
+        """
+        while self.under_way and self.under_way[0].can_be_received():
+            self.under_way.popleft().receive()
+
+    def learn(self, mean: MeanOverRanks) -> None:
+        """Divide the parameters anew, in the order in which gradients have arrived on rank 0.
+
+        All ranks must call this after the same pass, and have trained the same parameters in it.
+        A parameter that was not trained keeps its place.
+
+            a row for each parameter     position on rank 0, ranks without, ranks where it repeats
+        """
+        arrivals = Counter(self._arrived)
+        positions = {slot: position for position, slot in enumerate(self._arrived)}
+        trained = list(chain.from_iterable([bucket.trained for bucket in self._buckets]))
+        is_rank_0 = dist.get_rank() == 0
+        rows = []
+        for index, slot in enumerate(trained):
+            slot.repeats = slot.repeats or arrivals[slot] > 1
+            position = 0
+            if is_rank_0:
+                position = positions.get(slot, len(self._arrived) + index)
+            rows.append([position, int(arrivals[slot] == 0), int(slot.repeats)])
+        table = torch.tensor(rows, device=self.slots[0].parameter.device)
+        for slot, row in zip(trained, mean.sum_of_integers(table), strict=True):
+            slot.place = _place(row)
+        self._arrived = []
+        self._order = _Order.LEARNED
+        self._divide()
+        for bucket in self._buckets:
+            bucket.add_hook(self._on_last)
+
+    def _divide(self) -> None:
+        """Make new buckets of the parameters that are trained, or have been."""
+        self.remove_hooks()
+        members, untrained = [], []
+        for slot in self.slots:
+            if slot.parameter.requires_grad or slot.bucket is not None:
+                members.append(slot)
+            else:
+                untrained.append(slot)
+        self._untrained = untrained
+        self._buckets = divide(members, self.reduction.bucket_bytes)
+
+    def fail(self) -> None:
+        """End a pass that has raised: drop what was sent, and trust no gradient to be averaged.
+
+        What has been received is averaged on this rank, and perhaps not on others.
+        """
+        for bucket in self._buckets:
+            bucket.empty()
+        for slot in self.slots:
+            slot.averaged = None
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of the buckets."""
+        for bucket in self._buckets:
+            bucket.remove_hook()
+
+
+def _place(row: Sequence[int]) -> Place:
+    """Return the place of a parameter by its row in the sum of the ranks' tables of `learn`."""
+    position, ranks_without, ranks_where_repeated = row
+    usage = Usage.EVERYWHERE
+    if ranks_without == dist.get_world_size():
+        usage = Usage.NOWHERE
+    elif ranks_without or ranks_where_repeated:
+        usage = Usage.SOMEWHERE
+    return Place(usage, position)
