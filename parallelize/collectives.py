@@ -15,6 +15,7 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.gradients import differentiable
 from parallelize.hang_detection.stack_frames import call_site
+from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run import context
 from parallelize.run.containers import leaves, map_leaves
 
@@ -208,9 +209,10 @@ def _keeps_dtype(op: str, dtype: torch.dtype) -> bool:
 def _check_same_call(call: str, x: Any) -> None:
     """Raise SyncError if the processes make different calls, which would hang or silently mix up values."""
     text = f"{call} of {_signature(x)}" if x is not None else call
-    if len(set(differentiable.all_gather(digest(text)).tolist())) == 1:
-        return
-    texts = gather_objects(f"{text} ({call_site()})")
+    with waiting_for(call):
+        if len(set(differentiable.all_gather(digest(text)).tolist())) == 1:
+            return
+        texts = gather_objects(f"{text} ({call_site()})")
     raise SyncError(
         "processes differ: " + "; ".join(f"rank {rank} is at {each}" for rank, each in enumerate(texts)),
         why="a collective needs the same call on every process",

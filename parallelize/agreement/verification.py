@@ -25,7 +25,8 @@ from parallelize.errors import SyncError
 from parallelize.gradients import differentiable
 from parallelize.gradients.batch_weights import Weight
 from parallelize.gradients.buckets import Slot
-from parallelize.gradients.reducer import Reducer
+from parallelize.gradients.reducer import Reducer, Slot
+from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.containers import map_leaves
 from parallelize.run.context import Runtime, is_capturing
 from parallelize.run.group_abort import is_interrupted
@@ -117,7 +118,8 @@ class Verification:
             changed = change_closure(functools.partial(self._checked, optimizer), args, kwargs)
             if changed is not None:
                 return changed
-        self.compare_unaveraged_gradients(optimizer, slots, unknown)
+        with waiting_for(_comparison(optimizer)):
+            self.compare_unaveraged_gradients(optimizer, slots, unknown)
         return None
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> tuple[list[Slot], list[Any], bool]:
@@ -147,7 +149,8 @@ class Verification:
         @functools.wraps(closure)
         def checked(*args: Any, **kwargs: Any) -> Any:
             value, (slots, unknown, is_of_block) = closure(*args, **kwargs), self._held_by(optimizer)
-            self.compare_unaveraged_gradients(optimizer, slots, unknown)
+            with waiting_for(_comparison(optimizer)):
+                self.compare_unaveraged_gradients(optimizer, slots, unknown)
             # An optimizer may pass its closure on to another one; `wraps` copies the mark.
             is_averaged = is_of_block and not hasattr(closure, _MARK)
             return map_leaves(self._mean, value) if is_averaged else value
@@ -172,7 +175,7 @@ class Verification:
     def compare_unaveraged_gradients(
         self, optimizer: torch.optim.Optimizer, slots: list[Slot], unknown: list[Any]
     ) -> None:
-        """Compare the gradients that the reducer has not averaged across the ranks; hang detection shows this name.
+        """Compare the gradients that the reducer has not averaged across the ranks.
 
         Raises:
             SyncError: one differs.
@@ -212,6 +215,11 @@ class Verification:
                 fix="make the same changes on every rank, with numbers that are equal on all of them "
                 "(parallelize.all_reduce, generators with equal seeds); verify_every=1 finds the step",
             )
+
+
+def _comparison(optimizer: torch.optim.Optimizer) -> str:
+    """Return how reports of hangs name the wait for the gradients of the other ranks."""
+    return f"the comparison of gradients in {type(optimizer).__name__}.step()"
 
 
 def _not_averaged(name: str, found: str, *, is_unknown: bool) -> SyncError:

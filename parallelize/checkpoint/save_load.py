@@ -34,6 +34,7 @@ from parallelize.checkpoint.states import (
 )
 from parallelize.collectives import num_processes
 from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
+from parallelize.hang_detection.waiting import waiting_for
 from parallelize.plugins.options import flag
 from parallelize.run import context
 from parallelize.run.containers import is_entangled, leaves, map_leaves
@@ -149,13 +150,14 @@ def together(call: str, *, is_shared: bool = True) -> Iterator[list[Any]]:
         holds such a list of each rank.
     """
     own: list[Any] = []
-    try:
-        yield own
-    except Exception as exc:
-        if is_shared:
-            gather(f"{type(exc).__name__}: {exc}")
-        raise
-    own[:] = gather([*own]) if is_shared else [[*own]]
+    with waiting_for(call):
+        try:
+            yield own
+        except Exception as exc:
+            if is_shared:
+                gather(f"{type(exc).__name__}: {exc}")
+            raise
+        own[:] = gather([*own]) if is_shared else [[*own]]
     for number, each in enumerate(own):
         if isinstance(each, str):
             raise SyncError(
@@ -199,7 +201,8 @@ def prepare_save(
     _, (folder, *_), rng = zip(*ranks, strict=True)
     for verification in dict.fromkeys(each.owner.verification for each in _routes(objects)):
         if verification is not None:
-            verification.compare(f"at {call}")
+            with waiting_for(call):
+                verification.compare(f"at {call}")
     content: dict[str, Any] = {}
     with together(call):
         if has_shards or own_rank == 0:
@@ -215,7 +218,8 @@ def prepare_save(
 
     run = context.current()
     purpose = GroupPurpose.BACKGROUND_SAVES if stage else GroupPurpose.COMPARISONS
-    group = separate_group(run.world, run.device, purpose) if has_shards and len(rng) > 1 else None
+    with waiting_for(call):
+        group = separate_group(run.world, run.device, purpose) if has_shards and len(rng) > 1 else None
     return functools.partial(write_folder, path, folder, content, group, own_rank)
 
 

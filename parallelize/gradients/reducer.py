@@ -47,6 +47,7 @@ from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.gradients.buckets import Place, Slot, Usage, add_hook, read_flags
 from parallelize.gradients.mean_over_ranks import MeanOverRanks
 from parallelize.gradients.model_buckets import ModelBuckets
+from parallelize.hang_detection.waiting import waiting_for
 from parallelize.plugins.base import Reduction
 from parallelize.run.context import current, is_capturing
 from parallelize.run.process_group import GroupPurpose, separate_group
@@ -292,19 +293,20 @@ class Reducer:
 
     def _receive(self, reached: Sequence[ModelBuckets]) -> None:
         """Wait for the means of all buckets that are under way, and copy them to `.grad`."""
-        for model in reached:
-            for bucket in model.under_way:
-                bucket.add_pieces()
         lacking = []
-        for model in reached:
-            for bucket in model.under_way:
-                if bucket.lacks_gradients:
-                    lacking.append(bucket)
-                else:
-                    bucket.receive()
-            model.under_way.clear()
-        for bucket, is_used in zip(lacking, read_flags(lacking), strict=True):
-            bucket.receive(is_used)
+        with waiting_for("backward", is_blocked=True):
+            for model in reached:
+                for bucket in model.under_way:
+                    bucket.add_pieces()
+            for model in reached:
+                for bucket in model.under_way:
+                    if bucket.lacks_gradients:
+                        lacking.append(bucket)
+                    else:
+                        bucket.receive()
+                model.under_way.clear()
+            for bucket, is_used in zip(lacking, read_flags(lacking), strict=True):
+                bucket.receive(is_used)
 
     def _fail(self, running: _RunningPass) -> None:
         """End a pass that has raised."""

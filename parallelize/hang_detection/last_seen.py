@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from parallelize.hang_detection.stack_frames import Stack, call_site, is_user_code, operation
+from parallelize.hang_detection.stack_frames import Stack, call_site, is_user_code
 
 __all__ = [
     "LastSeen",
@@ -233,11 +233,11 @@ def can_overwrite(store: Any) -> bool:
     return isinstance(store, dist.TCPStore)
 
 
-def line_of_stack(stack: Stack) -> str:
-    """Return the user's innermost line and its call, "train.py:41 in all_reduce"; "" if none."""
+def line_of_stack(stack: Stack, call: str) -> str:
+    """Return the user's innermost line with its call, "train.py:41 in all_reduce"; "" if there is no such line."""
     if not any(is_user_code(frame) for frame, _ in stack):
         return ""
-    return _line(call_site(stack), operation(stack))
+    return _line(call_site(stack), call)
 
 
 def line_of_function(function: Any) -> str:

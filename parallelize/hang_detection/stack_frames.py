@@ -1,4 +1,4 @@
-"""Where a thread is: the lines of the user's program on its stack, and the call in which it waits for other ranks."""
+"""Where a thread is: the lines of the user's program on its stack, and the functions that they call."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ Stack = Sequence[tuple[FrameType, int]]
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
-_WAITS = (
-    _OWN + "gradients/buckets.py",
-    _OWN + "gradients/mean_over_ranks.py",
-    _TORCH + "distributed/_functional_collectives.py",
-)
+_FUNCTIONAL_COLLECTIVES = _TORCH + "distributed/_functional_collectives.py"
 _OPERATORS = (_TORCH + "_ops.py", _TORCH + "_library")  # Python frames of a custom operator's call
 
 
@@ -82,18 +78,20 @@ def is_in_collective(stack: Stack) -> bool:
     """Whether the innermost frame waits for other ranks, and does not prepare a collective, as by pickling."""
     codes = (frame.f_code for frame, _ in stack)
     code = next(each for each in codes if not each.co_filename.startswith(_OPERATORS))
-    return code.co_filename in _WAITS or (code.co_filename == _COLLECTIVES and not code.co_name.startswith("_"))
+    if code.co_filename == _COLLECTIVES:
+        return not code.co_name.startswith("_")
+    return code.co_filename == _FUNCTIONAL_COLLECTIVES
 
 
 def operation(stack: Stack) -> str:
-    """Return the call at the user's innermost line ("barrier('epoch')", "backward"), or the function with that line."""
+    """Return the function that the user's innermost line calls, such as "backward", or else the one with that line.
+
+    A call that waits for other ranks may say more: see `waiting_for`.
+    """
     outermost = ""
     for frame, _ in stack:
         name = frame.f_code.co_name
         if _is_own_or_torch(frame):
-            call = frame.f_locals.get("call") if frame.f_code.co_filename.startswith(_OWN) else None
-            if isinstance(call, str) or name in {"_broadcast_value", "gather_values"}:
-                return call or "the return of its value"
             if not name.startswith(("_", "<")) and not name.endswith("wrapper"):
                 outermost = name
         elif is_user_code(frame):

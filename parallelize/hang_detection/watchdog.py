@@ -73,6 +73,7 @@ from parallelize.hang_detection.stack_frames import (
     traceback_of,
     with_root,
 )
+from parallelize.hang_detection.waiting import Wait, wait_of_error, wait_of_thread
 
 __all__ = ["Judge", "Watchdog"]
 
@@ -277,15 +278,28 @@ class Judge:
             self.store.add("asked", 1)
 
 
-def _silent_store(rank: int, stack: Stack) -> Verdict:
-    """Return the verdict on a collective that has timed out while the store does not answer."""
-    place = f"{call_site(stack)} in {operation(stack)}"
+def _silent_store(rank: int, place: str) -> Verdict:
+    """Return the verdict on a collective that has timed out while the store does not answer.
+
+    Args:
+        rank: rank of this process.
+        place: where it has waited: "train.py:41 in all_reduce".
+    """
     return Verdict(
         what=f"rank {rank} has waited at {place}, and the store does not answer",
         why="the process that serves the store, that of rank 0 if no launcher does, is stopped, or "
         "cut off from the network, so that no rank can say where it is",
         fix="look at the process of rank 0; increase timeout= if it is only slow",
     )
+
+
+def _call_of(stack: Stack, wait: Wait | None) -> str:
+    """Return the call of a wait, or else the function that the user's innermost line calls."""
+    return operation(stack) if wait is None else wait.call
+
+
+def _is_blocked(wait: Wait | None) -> bool:
+    return wait is not None and wait.is_blocked
 
 
 def _end_program(error: SyncError) -> None:
@@ -329,6 +343,7 @@ class Watchdog:
 
     _judge: Judge | None = None
     _stack: Stack | None = None
+    _wait_of_error: Wait | None = None
     _facts: Any = None
     _position: object = None
     _mark: Any = 0
@@ -373,7 +388,7 @@ class Watchdog:
         self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
         self._is_over, self._stack, self._seen_line = threading.Event(), None, None
         with contextlib.suppress(RuntimeError):  # the store is lost
-            self._publish(line_of_stack(self._frames()))
+            self._publish(self._line(self._frames()))
         self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()
         try:
@@ -415,7 +430,10 @@ class Watchdog:
     def explain(self, error: BaseException) -> BaseException:
         """Return a SyncError that explains an error of a torch collective by the states of all ranks, or the error."""
         stack = list(traceback.walk_tb(error.__traceback__))[::-1]
-        is_ours = isinstance(error, dist.DistError) or (type(error) is RuntimeError and is_in_collective(stack))
+        self._wait_of_error = wait_of_error(error)
+        is_ours = isinstance(error, dist.DistError)
+        if type(error) is RuntimeError:
+            is_ours = _is_blocked(self._wait_of_error) or is_in_collective(stack)
         verdict = None
         if self._judge and is_ours:
             has_timed_out = bool(_TIMED_OUT.search(str(error)))
@@ -433,7 +451,7 @@ class Watchdog:
         if has_timed_out and self._thread.is_alive():
             # TCPStore has one lock for all requests of a connection, and the thread's request gets
             # no answer: another request would wait for it without end.
-            return _silent_store(judge.rank, stack)
+            return _silent_store(judge.rank, f"{call_site(stack)} in {_call_of(stack, self._wait_of_error)}")
         self._status, self._stack, judge.since, verdict = status, stack, 0, None
         judge.has_timed_out = has_timed_out
         end_s = time.monotonic() + _ERROR_S * (status == "failed")
@@ -465,13 +483,14 @@ class Watchdog:
 
     def _look_at(self, stack: Stack) -> bool:
         """Note what the main thread's stack shows; return whether the thread is stopped in pdb."""
-        self._is_held = is_in_collective(stack) or self._awaited() is not None
+        is_waiting = _is_blocked(wait_of_thread(self._main)) or is_in_collective(stack)
+        self._is_held = is_waiting or self._awaited() is not None
         innermost, _ = stack[0]
         if self._is_held and innermost.f_trace is not self._mark:
             # The next call's frame has no mark, though it may have the same address. It is called under a debugger.
             self._mark = innermost.f_trace = lambda *_: None
         self._facts = self.on_look and self.on_look(stack)
-        self._publish(line_of_stack(stack))
+        self._publish(self._line(stack))
         return any(frame.f_code is pdb.Pdb.interaction.__code__ for frame, _ in stack)
 
     def _frames(self) -> Stack:
@@ -482,6 +501,15 @@ class Watchdog:
         if self._stack is not None:
             return self._stack
         return list(traceback.walk_stack(sys._current_frames()[self._main]))
+
+    def _call(self, stack: Stack) -> str:
+        """Return the call in which the main thread is, or in which the error that is explained was raised."""
+        if self._stack is not None:
+            return _call_of(stack, self._wait_of_error)
+        return _call_of(stack, wait_of_thread(self._main))
+
+    def _line(self, stack: Stack) -> str:
+        return line_of_stack(stack, self._call(stack))
 
     def _here(self) -> object:
         """Return the main thread's position: while it is the same, that thread has not moved."""
@@ -514,7 +542,7 @@ class Watchdog:
             self._judge.rank,
             "waiting" if has_failed else self._status,
             call_site(stack),
-            operation(stack) if awaited is None else awaited.signature,
+            self._call(stack) if awaited is None else awaited.signature,
             calls,
             groups,
             is_blocked and self._here() == self._position,

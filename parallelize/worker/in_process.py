@@ -8,10 +8,14 @@ from parallelize.agreement.gather import broadcast_object, gather_objects
 from parallelize.call.random_states import restoring_caller
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
+from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.context import current
 from parallelize.worker.main import active_run, call_function
 
 __all__ = ["gather_values", "run_as_rank", "run_in_this_process"]
+
+_RETURN = "the return of its value"
+"""What a rank waits for at its end, as reports of hangs name it."""
 
 
 def run_as_rank(task: Task, world: World) -> Any:
@@ -23,12 +27,14 @@ def run_as_rank(task: Task, world: World) -> Any:
 
 
 def _broadcast_value(value: object) -> Any:
-    return broadcast_object(value, device=current().device, dump=_pickled, load=_unpickled)
+    with waiting_for(_RETURN):
+        return broadcast_object(value, device=current().device, dump=_pickled, load=_unpickled)
 
 
 def gather_values(value: object) -> list[Any]:
     """Return the values of all ranks, in rank order, on every rank; CUDA tensors come to this rank's device."""
-    return gather_objects(value, device=current().device, dump=_pickled, load=_unpickled)
+    with waiting_for(_RETURN):
+        return gather_objects(value, device=current().device, dump=_pickled, load=_unpickled)
 
 
 def _pickled(value: object) -> bytes:
