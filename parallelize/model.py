@@ -16,7 +16,7 @@ from parallelize.agreement.fingerprint import require_same_model
 from parallelize.agreement.random_numbers import random_numbers_per_rank
 from parallelize.agreement.unsynced_training import warn_if_unsynced
 from parallelize.backends.broadcast import broadcast_from_rank_0
-from parallelize.backends.logical import same_bits
+from parallelize.backends.logical import PartsOfBlock, same_bits
 from parallelize.block.block import Block
 from parallelize.block.context import ModelContext, model_context
 from parallelize.block.models import LeafTensor, check_models
@@ -160,7 +160,7 @@ def parallel_model(
             if run.config.wrap is not None or not run.config.backend.places_model or isinstance(model, LeafTensor):
                 model.to(run.device)
         exclude_package()
-        stack.enter_context(same_bits(run))
+        parts = stack.enter_context(same_bits(run))
         session = stack.enter_context(_open_precision(run, modules, given_optimizers))
         block = Block(
             run,
@@ -169,7 +169,7 @@ def parallel_model(
             average=average,
             buffers=buffers,
             methods=names,
-            build=_engine_factory(run, restore=restore, average=average),
+            build=_engine_factory(run, parts, restore=restore, average=average),
         )
         stack.enter_context(block.running())  # after the session has opened: Apex replaces forward
         session.bind(modules)
@@ -341,7 +341,9 @@ def _open_precision(
     )
 
 
-def _engine_factory(run: Runtime, *, restore: bool, average: Average) -> Callable[[Inner], Engine]:
+def _engine_factory(
+    run: Runtime, parts: PartsOfBlock | None, *, restore: bool, average: Average
+) -> Callable[[Inner], Engine]:
     """Return a function that builds the engine of a model, with the backend or with the user's `wrap`."""
     wrap = run.config.wrap
 
@@ -350,6 +352,7 @@ def _engine_factory(run: Runtime, *, restore: bool, average: Average) -> Callabl
             require_same_model(inner.model)
         if isinstance(inner.model, LeafTensor):
             return _TensorEngine(inner, run)
+        inner.parts = parts
         if wrap is None:
             return run.config.backend.engine(inner, world=run.world, devices=run.devices, restore=restore)
         module = wrap(inner, run.world)

@@ -17,7 +17,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,11 +38,11 @@ from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscrib
 from parallelize.torch_patches.forward import SplitAtBuckets
 from parallelize.torch_patches.module_tensors import all_named_parameters
 
-__all__ = ["Parts", "same_bits"]
+__all__ = ["Parts", "PartsOfBlock", "same_bits"]
 
 
-class _Bits:
-    """What the parts of a run share; it looks at the first backward passes for what has no parts."""
+class PartsOfBlock:
+    """What the parts of a block's models share; it looks at the first backward passes for what has no parts."""
 
     def __init__(self, run: Runtime) -> None:
         self.run, self.what = run, f"logical={run.config.logical}"
@@ -109,22 +108,21 @@ class _Bits:
 
 
 @contextlib.contextmanager
-def same_bits(run: Runtime) -> Iterator[None]:
+def same_bits(run: Runtime) -> Iterator[PartsOfBlock | None]:
     """Compute in the context with deterministic kernels, and with one number of threads for any number of processes.
 
     torch warns by name of the kernels that have no deterministic variant.
+
+    Yields:
+        What the models of the block share; None without `logical=`.
     """
     if run.config.logical is None:
-        yield
+        yield None
         return
     threads = max((os.cpu_count() or 1) // run.config.logical, 1)
-    bits = _Bits(run)
-    token = _bits.set(bits)
-    try:
-        with deterministic_kernels(threads), subscribed(Order.RECORD, bits.backward):
-            yield
-    finally:
-        _bits.reset(token)
+    parts = PartsOfBlock(run)
+    with deterministic_kernels(threads), subscribed(Order.RECORD, parts.backward):
+        yield parts
 
 
 class Parts(nn.Module):
@@ -132,15 +130,16 @@ class Parts(nn.Module):
 
     Args:
         inner: calls the user's forward.
+        parts: what the models of the block share.
         options: of the backend.
 
     Raises:
         ConfigError: the model's gradients, or the block's options, have other bits at another number of processes.
     """
 
-    def __init__(self, inner: Inner, options: DDPOptions) -> None:
+    def __init__(self, inner: Inner, parts: PartsOfBlock, options: DDPOptions) -> None:
         super().__init__()
-        self._bits, world = _bits.get(), current().world
+        self._bits, world = parts, current().world
         assert self._bits.run.config.logical is not None
         self._inner, self._count = inner, self._bits.run.config.logical // world.world_size
         self._first = world.rank * self._count
@@ -232,9 +231,6 @@ class Parts(nn.Module):
             if known
             else "call the model with a whole batch of shard_loader, of tensors with the batch dimension first",
         )
-
-
-_bits: ContextVar[_Bits] = ContextVar("parallelize_bits")
 
 
 def _are_equal(first: Any, again: Any) -> bool:

@@ -12,13 +12,16 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from parallelize.cluster.world import Node, World
 from parallelize.plugins.options import Parse, parse_options
+
+if TYPE_CHECKING:
+    from parallelize.backends.logical import PartsOfBlock
 
 __all__ = [
     "LEVELS",
@@ -124,6 +127,7 @@ class Inner(nn.Module):
 
     Attributes:
         method: name of the method that the next call runs.
+        parts: what the models of a block share under `logical=`; None without it.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class Inner(nn.Module):
         self.original_methods = dict(original_methods)
         self.session, self.buffer_source = session, buffer_source
         self.method = "forward"
+        self.parts: PartsOfBlock | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method named by `method`."""
