@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from parallelize.checkpoint.files import MAIN_FILE, SHARD_PREFIX, reading, remove
 from parallelize.checkpoint.record import not_of_save
@@ -111,7 +111,6 @@ class Checkpoints:
     """
 
     steps: int = 0
-    _jobs: ClassVar[list[Future[None]]] = []  # of the latest block that saved: one at a time, as for all ranks
 
     def __init__(self, folder: Path, objects: Named, schedule: _Schedule, keep: int) -> None:
         self._objects, self._keep, self._schedule = objects, keep, schedule
@@ -121,6 +120,8 @@ class Checkpoints:
         begin = None if run is None else functools.partial(begin_on, run.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelize-checkpoint", initializer=begin)
         self._job: Future[None] | None = None
+        # Two blocks of a run may save to different folders, and their threads send in one process group.
+        self._saves_of_run: list[Future[None]] = [] if run is None else run.background_saves
         self._sharded = self._in_background = False
         self.values: dict[str, Any] = {}
 
@@ -157,10 +158,10 @@ class Checkpoints:
             self.wait()
         stage = self._stager.stage if self._in_background else None
         write = prepare_save(self._call, path, objects, sharded=self._sharded, stage=stage)
-        wait(Checkpoints._jobs)
+        wait(self._saves_of_run)  # as on all ranks, so that these send in one order
         if self._in_background:
             self._job = self._thread.submit(self._complete, path, write)
-            Checkpoints._jobs = [self._job]
+            self._saves_of_run[:] = [self._job]
         else:  # the writer copies on the current stream of this thread, which has computed the values
             with together(self._call):
                 self._complete(path, write)

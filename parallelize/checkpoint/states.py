@@ -434,13 +434,10 @@ def _state_dict(model: nn.Module) -> dict[str, Any]:
     """Return a state dict, with shards where fsdp would gather them."""
     if not is_sharded(model):
         return model.state_dict()
-    from parallelize.backends.fsdp.full_tensors import state
+    from parallelize.backends.fsdp.full_tensors import keeping_shards  # takes half a second: only if sharded
 
-    state.keeps_shards = True
-    try:
+    with keeping_shards(model):
         return model.state_dict()
-    finally:
-        state.keeps_shards = False
 
 
 def _versions(state: Any) -> dict[str, Any]:
@@ -462,9 +459,10 @@ def _own(value: Any, dtensor: Any) -> Any:
     """Return a copy of a value; where a DTensor is loaded, this rank's shard, which may have been read as such."""
     if dtensor is None:
         return clone_tensor(value)
-    from parallelize.backends.fsdp.full_tensors import shard_like, stand_for  # takes half a second: only if sharded
+    # The import takes half a second: only if sharded.
+    from parallelize.backends.fsdp.full_tensors import registry_of, shard_like, stand_for
 
-    return stand_for(value if is_dtensor(value) else shard_like(value, dtensor))
+    return stand_for(value if is_dtensor(value) else shard_like(value, dtensor), registry_of(dtensor))
 
 
 def _without_values(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from parallelize.run.loader_weights import LoaderWeights
 from parallelize.run.loaders_of_run import LoadersOfRun
 from parallelize.run.process_group import Rendezvous, process_group
 from parallelize.run.state import RunState
+from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.run.surroundings import running, surroundings
 
 __all__ = [
@@ -51,6 +53,8 @@ class Runtime:
         loader_warnings: what the run was told about ranks that read the same data.
         loader_weights: which batch's weight belongs to which loss.
         watchdog: detects hangs if the run has several processes.
+        background_saves: the latest save of a checkpoint by a thread, which the next one waits for.
+        sharded_tensors: those that fsdp makes in the run.
         at_end: contexts that end when the decorated function has returned.
     """
 
@@ -62,6 +66,8 @@ class Runtime:
     loader_warnings: LoaderWarnings = field(default_factory=LoaderWarnings, compare=False, repr=False)
     loader_weights: LoaderWeights = field(default_factory=LoaderWeights, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
+    background_saves: list[Future[None]] = field(default_factory=list, compare=False, repr=False)
+    sharded_tensors: ShardedTensors = field(default_factory=ShardedTensors, compare=False, repr=False)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
 
     @property

@@ -207,7 +207,7 @@ def _longest_timeout(calls: Sequence[Collective], default: timedelta) -> timedel
 
 _group_ids = itertools.count()
 
-# The separate groups of each default group, by their purposes and backends.
+# The separate groups of each default group, by their purposes and backends; and those of some ranks, by their names.
 _separate_groups: weakref.WeakKeyDictionary[Any, dict[tuple[GroupPurpose, str | None], Any]]
 _separate_groups = weakref.WeakKeyDictionary()
 _watch_ids = itertools.count()
@@ -280,7 +280,7 @@ def separate_group(world: World, device: torch.device, purpose: GroupPurpose) ->
 def subgroup_of_this_rank(
     world: World, device: torch.device, purpose: GroupPurpose, ranks_of_groups: Sequence[Sequence[int]], *, name: str
 ) -> Any:
-    """Return a new group of some ranks, this one among them; all ranks must call this.
+    """Return the group of some ranks, this one among them, for a purpose; all ranks must call this.
 
     Args:
         world: the ranks.
@@ -289,10 +289,14 @@ def subgroup_of_this_rank(
         ranks_of_groups: the ranks of each group. Each rank of the world is in one group.
         name: description of the groups.
     """
-    with _meeting_for_new_groups(world, device) as timeout:
+    groups = _separate_groups.setdefault(dist.group.WORLD, {})
+    key = purpose, f"{name} of {ranks_of_groups}"
+    if key not in groups:
         make: Any = dist.new_subgroups_by_enumeration
-        own_group, _ = make(ranks_of_groups, timeout=timeout, backend=_backend_of(purpose, device), group_desc=name)
-    return own_group
+        backend = _backend_of(purpose, device)
+        with _meeting_for_new_groups(world, device) as timeout:
+            groups[key], _ = make(ranks_of_groups, timeout=timeout, backend=backend, group_desc=name)
+    return groups[key]
 
 
 def _backend_of(purpose: GroupPurpose, device: torch.device) -> str | None:

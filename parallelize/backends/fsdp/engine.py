@@ -15,7 +15,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from parallelize.gradients import differentiable
 from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.plugins.base import Engine, Inner, Reduction
 from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.context import current
 from parallelize.run.process_group import GroupPurpose, separate_group, subgroup_of_this_rank
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.foreach import allow_in_lists
@@ -88,7 +88,8 @@ class FSDPEngine(Engine):
         self._originals: dict[Any, Any] = {}  # fully_shard's record of a parameter -> the original
         self._groups: list[Any] = []  # of records, the root's last
         self._mesh, rows_mesh = _meshes(options, world, device)
-        full_tensors.state.blocks += 1
+        self._registry = current().sharded_tensors
+        self._registry.open_engines += 1
         allow_in_lists(full_tensors.ShardedTensor, full_tensors.ShardedParameter)
         self._shard([*units, inner], rows_mesh, device)
         self._hooks_of_units: list[Any] = []  # (dictionary, key)
@@ -157,7 +158,8 @@ class FSDPEngine(Engine):
         self._originals[record] = original
         gradient, original.grad = original.grad, None
         sharded, register = record.sharded_param, record._setattr_on_modules
-        full_tensors.stand_in(original, full_tensors.dtensor_of(sharded._local_tensor, sharded, mesh))
+        rows = full_tensors.dtensor_of(sharded._local_tensor, sharded, mesh)
+        full_tensors.stand_in(original, rows, self._registry)
         if gradient is not None:  # of this rank's batch, from before the block
             original.grad = differentiable.all_reduce(gradient, "mean")
         record.sharded_param, record._sharding_spec = original.shard, original.shard._spec
@@ -228,7 +230,7 @@ class FSDPEngine(Engine):
             self._has_trained = True
         elif self._has_trained:  # a rank that evaluates alone waits here, in a group of its own
             self._has_trained = any(differences([digest("a forward without gradients")]))
-        is_stale, self._writes = self._writes != full_tensors.state.writes, full_tensors.state.writes
+        is_stale, self._writes = self._writes != self._registry.writes, self._registry.writes
         for group in self._groups:
             if is_stale:
                 self._is_kept = False
@@ -248,7 +250,7 @@ class FSDPEngine(Engine):
 
     @override
     def close(self, *, failed: bool) -> None:
-        full_tensors.state.blocks -= 1
+        self._registry.open_engines -= 1
         self._steps.end()
         for record, original in self._originals.items():
             record._setattr_on_modules(original)
@@ -266,7 +268,7 @@ class FSDPEngine(Engine):
         originals = list(self._originals.values())
         for each in originals:
             full_tensors.make_plain(each, self._home)
-        full_tensors.restore(self._home)
+        full_tensors.restore(self._registry, self._home)
         if self._options.broadcast_buffers:
             self._buffers.broadcast()
         if self._mesh.ndim > 1 and any(differences([fingerprint(originals)])):
@@ -302,9 +304,9 @@ def _refuse_backward(*_: Any) -> None:
 
 def _gather(home: torch.device, _module: nn.Module, values: dict[str, Any], _prefix: str, _metadata: Any) -> None:
     """Replace the shards in a state dict by full tensors."""
-    for key, value in () if full_tensors.state.keeps_shards else values.items():
-        if isinstance(value, full_tensors.ShardedTensor):
-            values[key] = full_tensors.gathered_view(value.shard, home)
+    for key, value in values.items():
+        if isinstance(value, full_tensors.ShardedTensor) and not value.registry.keeps_shards:
+            values[key] = full_tensors.gathered_view(value, home)
 
 
 def _dictionaries(model: nn.Module) -> list[dict[Any, Any]]:
@@ -366,10 +368,6 @@ def _refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
             )
 
 
-# Default process group -> its meshes of two dimensions, whose subgroups are destroyed with it.
-_meshes_of: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()
-
-
 def _meshes(options: FSDPBackend, world: World, device: torch.device) -> list[DeviceMesh]:
     """Return the meshes of fully_shard and of what the user's code sends, which has a group of its own."""
     size = options.ranks_per_copy(world)
@@ -380,21 +378,18 @@ def _meshes(options: FSDPBackend, world: World, device: torch.device) -> list[De
     if size == world.world_size:
         groups = {"shard": dist.group.WORLD, f"rows{suffix}": separate_group(world, device, purpose)}
         return [DeviceMesh.from_group(each, device.type, mesh_dim_names=(name,)) for name, each in groups.items()]
-    meshes = _meshes_of.setdefault(dist.group.WORLD, {})
-    # Cached: DTensor's caches treat equal meshes as one, and would use the process groups of an earlier mesh.
-    if (size, purpose) not in meshes:
-        # (copies, ranks of a copy)
-        ranks = torch.arange(world.world_size).view(-1, size)
-        meshes[size, purpose] = _mesh_of_ranks(
-            world, device, purpose, ranks, names=(f"replicate{suffix}", f"shard{suffix}")
-        )
-    return [meshes[size, purpose]] * 2
+    # (copies, ranks of a copy)
+    ranks = torch.arange(world.world_size).view(-1, size)
+    mesh = _mesh_of_ranks(world, device, purpose, ranks, names=(f"replicate{suffix}", f"shard{suffix}"))
+    return [mesh, mesh]
 
 
 def _mesh_of_ranks(
     world: World, device: torch.device, purpose: GroupPurpose, ranks: torch.Tensor, *, names: tuple[str, str]
 ) -> DeviceMesh:
     """Return the mesh of a matrix of ranks, whose columns and rows have groups for a purpose.
+
+    Meshes of equal ranks have the same groups: DTensor's caches treat equal meshes as one.
 
     `init_device_mesh` would split a default group that is bound to a device, and hand NCCL's options to its gloo half,
     too (`_init_one_process_group` in torch's device_mesh.py), which gloo refuses or leaves out with a warning.

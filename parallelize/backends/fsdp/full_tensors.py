@@ -18,13 +18,13 @@ Whatever is alive when the block ends becomes a plain tensor, in place.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import itertools
 import re
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from parallelize.agreement.fingerprint import differences, digest
 from parallelize.errors import SyncError
 from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.backward import Pass, Run
 
 __all__ = [
@@ -42,27 +43,15 @@ __all__ = [
     "dtensor_of",
     "full_tensor",
     "gathered_view",
+    "keeping_shards",
     "make_plain",
     "refuse_inputs",
+    "registry_of",
     "restore",
     "shard_like",
     "stand_for",
     "stand_in",
-    "state",
 ]
-
-
-class _State:
-    """Of this process, equal on all ranks."""
-
-    writes = 0  # to shards
-    blocks = 0  # that are open
-    keeps_shards = False  # in state dicts
-
-
-state = _State()
-_numbers = itertools.count()
-_alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class _Full:
@@ -75,9 +64,15 @@ class _Full:
 
 
 class _Sharded(_Full):
-    """What both classes of sharded tensors have."""
+    """What both classes of sharded tensors have.
+
+    Attributes:
+        shard: the DTensor that this tensor stands for.
+        registry: the sharded tensors of its run.
+    """
 
     shard: Any
+    registry: ShardedTensors
 
     def __getattr__(self, name: str) -> Any:
         """Return what a DTensor has: full_tensor, to_local, placements, device_mesh."""
@@ -98,7 +93,7 @@ class ShardedParameter(_Sharded, nn.Parameter):
         rows = self.shard._local_tensor.clone()
         copied = memo[id(self)] = nn.Parameter(rows, self.shard.requires_grad)
         copied.__dict__.update(self.__dict__)
-        stand_in(copied, dtensor_of(rows, self.shard))
+        stand_in(copied, dtensor_of(rows, self.shard), self.registry)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -113,7 +108,7 @@ class _FullView(_Full, torch.Tensor):
     gathered: _Gathered
 
 
-def stand_in(parameter: Any, shard: Any) -> None:
+def stand_in(parameter: Any, shard: Any, registry: ShardedTensors) -> None:
     """Let a parameter stand for a leaf of autograd with these rows, which become its data."""
     leaf: Any = nn.Parameter(shard)
     # DTensor would keep a gradient as the operation has produced it, e.g. replicated.
@@ -121,7 +116,7 @@ def stand_in(parameter: Any, shard: Any) -> None:
     hooks = list((parameter._backward_hooks or {}).values())
     late_hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
     parameter.data = leaf._local_tensor
-    parameter.__dict__["shard"] = leaf
+    parameter.__dict__.update(shard=leaf, registry=registry)
     leaf.__dict__["stands_for_it"] = weakref.ref(parameter)
     is_trained, parameter.__class__ = parameter.requires_grad, ShardedParameter
     for each in hooks:
@@ -129,7 +124,7 @@ def stand_in(parameter: Any, shard: Any) -> None:
     for each in late_hooks:
         parameter.register_post_accumulate_grad_hook(each)
     leaf.requires_grad_(is_trained)
-    _alive[next(_numbers)] = parameter
+    registry.add(parameter)
 
 
 def _redistributed(placements: Any, gradient: Any) -> Any:
@@ -148,7 +143,7 @@ def dtensor_of(rows: torch.Tensor, like: Any, mesh: Any = None) -> Any:
     return DTensor(rows, moved._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
 
 
-def stand_for(result: Any) -> Any:
+def stand_for(result: Any, registry: ShardedTensors) -> Any:
     """Return the tensor that stands for a DTensor; a plain one if it is not sharded."""
     if not isinstance(result, DTensor):
         return result
@@ -157,9 +152,10 @@ def stand_for(result: Any) -> Any:
     known = result.__dict__.get("stands_for_it", lambda: None)()
     if known is None:
         known = result._local_tensor.detach()
-        known.__class__, known.shard = ShardedTensor, result  # type: ignore[attr-defined]  # of its new class
+        known.__class__ = ShardedTensor
+        known.__dict__.update(shard=result, registry=registry)
         result.__dict__["stands_for_it"] = weakref.ref(known)
-        _alive[next(_numbers)] = known
+        registry.add(known)
     return known
 
 
@@ -168,23 +164,42 @@ def _shard_of(value: Any) -> Any:
     return value.shard if isinstance(value, _Sharded) else value
 
 
+def registry_of(tensor: Any) -> ShardedTensors:
+    """Return the sharded tensors of the run that a tensor is of; those of no run for a DTensor of the user's own."""
+    return tensor.registry if isinstance(tensor, _Sharded) else ShardedTensors()
+
+
+@contextlib.contextmanager
+def keeping_shards(model: nn.Module) -> Iterator[None]:
+    """Let state dicts of a model have its shards in the context, in place of full tensors."""
+    registries = {parameter.registry for parameter in model.parameters() if isinstance(parameter, _Sharded)}
+    for registry in registries:
+        registry.keeps_shards = True
+    try:
+        yield
+    finally:
+        for registry in registries:
+            registry.keeps_shards = False
+
+
 def make_plain(tensor: Any, home: torch.device) -> None:
     """Turn a sharded tensor into a plain one on a device."""
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
     shard = tensor.__dict__.pop("shard")
+    del tensor.__dict__["registry"]
     tensor.data = full_tensor(shard).to(home)
     tensor.requires_grad_(shard.requires_grad and shard.is_leaf)
     if shard.is_leaf and shard.grad is not None:
         tensor.grad = full_tensor(shard.grad).to(home)
 
 
-def restore(home: torch.device) -> None:
+def restore(registry: ShardedTensors, home: torch.device) -> None:
     """Turn the sharded tensors that are alive into plain ones, if the ranks have the same ones and no block is open."""
-    if state.blocks:
+    if registry.open_engines:
         return
     for _ in range(3):  # hang detection's thread may hold frames for the time of a look
         gc.collect()  # cycles, which each rank frees at another time
-        found = [each for key in sorted(_alive.keys()) if isinstance(each := _alive.get(key), _Sharded)]
+        found = [each for each in registry.alive() if isinstance(each, _Sharded)]
         if not any(differences([digest(repr([(tuple(each.shard.shape), each.dtype) for each in found]))])):
             for each in found:
                 make_plain(each, home)
@@ -195,8 +210,11 @@ def restore(home: torch.device) -> None:
 class _Gathered:
     """A gathered tensor, the shard that it was gathered from, and what was written until then."""
 
-    def __init__(self, shard: Any, full: torch.Tensor) -> None:
-        self.shard, self.full, self.writes = shard, full, state.writes
+    def __init__(self, shard: Any, full: torch.Tensor, registry: ShardedTensors) -> None:
+        self.shard = shard
+        self.full = full
+        self._registry = registry
+        self.writes = registry.writes
         self.version = full._version
 
     def view(self, value: Any) -> Any:
@@ -206,9 +224,9 @@ class _Gathered:
 
     def refresh(self) -> None:
         """Gather again what has been written to shards since."""
-        if self.writes != state.writes:
+        if self.writes != self._registry.writes:
             self.full.copy_(full_tensor(self.shard))
-            self.writes = state.writes
+            self.writes = self._registry.writes
         self.version = self.full._version
 
     def write_back(self) -> None:
@@ -217,14 +235,14 @@ class _Gathered:
             return
         rows = shard_like(self.full, self.shard, source=0)
         self.shard._local_tensor.detach().copy_(rows._local_tensor)
-        state.writes += 1
-        self.writes, self.version = state.writes, self.full._version
+        self._registry.writes += 1
+        self.writes, self.version = self._registry.writes, self.full._version
 
 
-def gathered_view(shard: Any, home: torch.device) -> Any:
-    """Return a full tensor on a device: what is written to it reaches the shard."""
-    full = full_tensor(shard).to(home)
-    return _Gathered(shard, full).view(full.detach())
+def gathered_view(tensor: Any, home: torch.device) -> Any:
+    """Return the full tensor of a sharded one on a device: what is written to it reaches the shard."""
+    full = full_tensor(tensor.shard).to(home)
+    return _Gathered(tensor.shard, full, tensor.registry).view(full.detach())
 
 
 def full_tensor(shard: Any) -> torch.Tensor:
@@ -266,23 +284,23 @@ _OF_ALL = {"sum": ((),), "norm": ((), (2,)), "linalg_vector_norm": ((), (2,))}  
 def _call(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     name, target = func.__name__, args[0] if args else None
     if isinstance(target, _Sharded):
-        shard = target.shard
+        shard, registry = target.shard, target.registry
         if name == "__get__" and func.__self__.__name__ not in _VIEWS:
-            value = stand_for(func(shard))
+            value = stand_for(func(shard), registry)
             return shard.__dict__.setdefault("alias", value) if func.__self__.__name__ == "data" else value
         if name == "__set__":
             return _set(func, target, args[1])
         if _FACTS.fullmatch(name):
             return func(shard, *args[1:], **kwargs)
         if name == "requires_grad_":
-            state.writes += 1
+            registry.writes += 1
             shard.requires_grad_(*args[1:], **kwargs)
             return target
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             hook = args[1]
             if getattr(hook, "__module__", "") == torch.autograd.graph.__name__:  # it waits for nodes of these tensors
                 raise _gradients_error("register_multi_grad_hook of")
-            return func(shard, lambda each: _shard_of(hook(target if each is shard else stand_for(each))))
+            return func(shard, lambda each: _shard_of(hook(target if each is shard else stand_for(each, registry))))
     if name == "__deepcopy__":
         return _call(torch.clone, args[:1], {})
     if func is torch.autograd.grad:
@@ -328,7 +346,8 @@ def _set(func: Any, target: Any, value: Any) -> None:
         return
     if name == "grad" and isinstance(value, torch.Tensor):
         value = value.shard if isinstance(value, _Sharded) else shard_like(value, shard, source=0)
-    state.writes += name == "requires_grad"
+    if name == "requires_grad":
+        target.registry.writes += 1
     func(shard, value)
 
 
@@ -372,9 +391,13 @@ def _on_shards(func: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
     result = func(*given[0], **given[1])
     if name == "_foreach_norm":
         return _norms(result)
+    # Operands may be of several runs: of a model that an earlier one has left sharded, and of one that is trained now.
+    registries = {each.registry: None for each in leaves((args, kwargs)) if isinstance(each, _Sharded)}
     if result is None or result is given[0][0]:
-        state.writes += 1
-    return map_leaves(stand_for, result)
+        for registry in registries:
+            registry.writes += 1
+    newest = [*registries][-1]
+    return map_leaves(lambda each: stand_for(each, newest), result)
 
 
 def _norms(norms: Sequence[Any]) -> list[torch.Tensor]:
@@ -405,7 +428,8 @@ def _on_full(func: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
         if shard is value:
             return value
         if id(shard) not in found:
-            found[id(shard)] = _Gathered(shard, (_gathered if _is_tracked([shard]) else full_tensor)(shard))
+            gather = _gathered if _is_tracked([shard]) else full_tensor
+            found[id(shard)] = _Gathered(shard, gather(shard), value.registry)
         whole = found[id(shard)].full
         if name == "__repr__" and isinstance(value, nn.Parameter):
             return nn.Parameter(whole, shard.requires_grad)

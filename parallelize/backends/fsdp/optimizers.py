@@ -22,7 +22,6 @@ from parallelize.backends.fsdp.full_tensors import (
     dtensor_of,
     shard_like,
     stand_for,
-    state,
 )
 from parallelize.torch_patches.step import BeforeStep, before_step, parameters_of
 
@@ -63,13 +62,13 @@ class Steps:
             known = optimizer.state.get(each, {})
             for key, value in known.items():
                 if type(value) is torch.Tensor and value.ndim and value.shape == each.shard.shape:
-                    known[key] = stand_for(shard_like(value, each.shard))
+                    known[key] = stand_for(shard_like(value, each.shard), each.registry)
         # A closure sees full tensors.
         if not _BY_ELEMENT.fullmatch(type(optimizer).step.__module__) or len(args) > 1 or kwargs:
             return
-        state.writes += 1
         self._open = optimizer, sharded
         for each in sharded:
+            each.registry.writes += 1
             gradient = each.shard.grad
             each.__class__ = nn.Parameter  # type: ignore[assignment]  # for the time of the step
             each.grad = None if gradient is None else gradient._local_tensor
@@ -87,5 +86,10 @@ class Steps:
             known = optimizer.state.get(each, {})
             for key, value in known.items():
                 if type(value) is torch.Tensor and value.ndim and value.shape == each.shard._local_tensor.shape:
-                    known[key] = value if "shard" in value.__dict__ else stand_for(dtensor_of(value, each.shard))
+                    known[key] = value if "shard" in value.__dict__ else _standing(value, each)
                     known[key].__class__ = ShardedTensor
+
+
+def _standing(rows: torch.Tensor, parameter: Any) -> Any:
+    """Return the tensor that stands for these rows of a tensor like a parameter."""
+    return stand_for(dtensor_of(rows, parameter.shard), parameter.registry)

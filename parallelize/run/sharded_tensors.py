@@ -1,0 +1,38 @@
+"""The sharded tensors of a run, which fsdp makes: which of them are alive, and what has happened to them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+__all__ = ["ShardedTensors"]
+
+
+class ShardedTensors:
+    """The sharded tensors of a run in this process. All ranks make them, and write to them, in one order.
+
+    Each of them refers to this object, since it may be used after the end of the run: by `restore=False`.
+
+    Attributes:
+        writes: number of writes to shards. What was gathered at an earlier number is gathered again.
+        open_engines: number of engines of fsdp whose block has not ended. Tensors of one block may be the operands of
+            another one's, so that all become plain when the last block ends.
+        keeps_shards: whether a state dict that is made now gets the shards, in place of full tensors.
+    """
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self.open_engines = 0
+        self.keeps_shards = False
+        self._added = 0
+        self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def add(self, tensor: Any) -> None:
+        """Note a tensor that was made."""
+        self._by_number[self._added] = tensor
+        self._added += 1
+
+    def alive(self) -> list[Any]:
+        """Return the tensors that are alive, in the order in which they were made."""
+        tensors = [self._by_number.get(number) for number in sorted(self._by_number.keys())]
+        return [tensor for tensor in tensors if tensor is not None]
