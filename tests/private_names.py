@@ -60,6 +60,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.autograd.graph.Node": {
         "_input_metadata": ("read the shape of a loss or its operand", 'average="tokens" fails'),
     },
+    "torch.autograd.forward_ad": {
+        "_current_level": ("name forward-mode AD in an error of fsdp", 'backend="fsdp" fails'),
+    },
     "torch._C._functions.AccumulateGrad": {
         "_sequence_nr": ("search no older nodes for the outputs of a loss", "every model under amp fails"),
         "_set_sequence_nr": ("run the backward of O2's casts early", 'amp="O2" fails'),
@@ -71,6 +74,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     "torch._C": {
+        "_functorch": ("tell a forward inside a transform of torch.func", "every forward fails"),
         "_will_engine_execute_node": ("refuse a backward after the block", "such a backward fails"),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
     },

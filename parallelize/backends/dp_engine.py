@@ -14,6 +14,7 @@ from parallelize.errors import ConfigError
 from parallelize.gradients.target_counts import attach_count, join_weights, number_on
 from parallelize.plugins.base import Inner, LocalEngine
 from parallelize.run.containers import leaves, with_leaves
+from parallelize.torch_patches.transforms import refuse_transform
 
 __all__ = ["DPEngine", "data_parallel", "gather_outputs"]
 
@@ -47,6 +48,14 @@ def data_parallel(inner: Inner, *, devices: Sequence[torch.device]) -> nn.Module
 
 class _DataParallel(DataParallel[Inner]):
     """DataParallel that gathers outputs in any container, such as dataclasses, and averages 0-dim losses."""
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        refuse_transform(
+            "the replicas run in threads of their own, which no transform follows",
+            fix="use backend='ddp', with one process per GPU",
+        )
+        return super().forward(*inputs, **kwargs)
 
     @override
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:

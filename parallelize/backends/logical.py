@@ -37,6 +37,7 @@ from parallelize.torch_patches.arithmetic import deterministic_kernels
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 from parallelize.torch_patches.forward import SplitAtBuckets
 from parallelize.torch_patches.module_tensors import all_named_parameters
+from parallelize.torch_patches.transforms import refuse_transform
 
 __all__ = ["Parts", "PartsOfBlock", "same_bits"]
 
@@ -165,6 +166,10 @@ class Parts(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of this process's parts of a batch, and return their joined outputs."""
+        refuse_transform(
+            "logical= divides each batch into parts, and a transform hides how many samples there are",
+            fix="drop logical=, or transform only what is computed outside of the model's forward",
+        )
         bits, is_recorded = self._bits, torch.is_grad_enabled()
         sizes = self._sizes((args, kwargs), is_recorded=is_recorded)
         if is_recorded:

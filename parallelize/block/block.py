@@ -24,7 +24,7 @@ from parallelize.gradients.averaging import Average, Averaging
 from parallelize.gradients.batch_weights import refusing_lost_weights
 from parallelize.gradients.reducer import Reducer
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
-from parallelize.run.containers import map_leaves
+from parallelize.run.containers import map_leaves, replace_leaves
 from parallelize.run.context import Runtime, current
 from parallelize.run.startup_summary import StartupSummary
 from parallelize.torch_patches.backward import Order, subscribed
@@ -189,7 +189,7 @@ class _RoutedModel:
         is_recording = torch.is_grad_enabled()
         self.inner.__dict__["method"] = method  # nn.Module.__setattr__ is slow
         if self._device is not None:
-            args, kwargs = map_leaves(self._to_device, (args, kwargs))
+            args, kwargs = replace_leaves(self._to_device, (args, kwargs))
         if is_recording:
             self._before_forward((args, kwargs))
         module = self.engine.module if is_recording else self.engine.local

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
-__all__ = ["is_entangled", "leaves", "map_leaves", "with_leaves"]
+__all__ = ["is_entangled", "leaves", "map_leaves", "replace_leaves", "with_leaves"]
 
 _MANY = 1_000_000  # leaves
 
@@ -113,6 +114,25 @@ def _mapped(
     if copies is not None:
         copies[id(value)] = copied
     return copied
+
+
+def replace_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with other leaves; a container in which no leaf changes is the same object.
+
+    A forward may fill a list or a dict that it gets, such as a cache: the caller sees that only in
+    its own container. Containers with a leaf that changes are copied, and stay as they are.
+
+    Args:
+        change: function from a leaf to its new value, or to the leaf itself.
+        value: nested containers, as in `leaves`.
+    """
+    items = _items(value)
+    if items is None:
+        return change(value)
+    replaced = [replace_leaves(change, item) for item in items]
+    if all(map(operator.is_, replaced, items)):
+        return value
+    return _like(value, replaced)
 
 
 def with_leaves(value: Any, new: Iterable[Any]) -> Any:

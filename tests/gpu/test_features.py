@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from parallelize import FSDPBackend, distributed, parallel_model, shard_loader
+from parallelize import BalancedBackend, FSDPBackend, distributed, parallel_model, shard_loader
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +58,33 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         return self.last(checkpoint(lambda h: F.dropout(h.relu(), 0.5), x, use_reentrant=self.use_reentrant))
+
+
+class Remembering(nn.Module):
+    """Fills the containers that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, batch: dict[str, torch.Tensor], cache: dict[str, Any], *, outputs: list[Any]) -> torch.Tensor:
+        output = self.layer(batch["x"])
+        cache["calls"] = cache.get("calls", 0) + 1
+        outputs.append(output.detach())
+        return output
+
+
+@pytest.mark.parametrize("backend", ["ddp", BalancedBackend(devices=("cuda:0",))])
+def test_forward_fills_the_callers_containers(backend: Any) -> None:
+    """A container in which nothing has to be moved is the caller's own; one with a batch on the CPU is copied."""
+    model, cache, outputs, batch = Remembering(), {}, [], {"x": torch.randn(2, 8)}
+    with parallel_model(model, gpus=1, backend=backend):
+        for _ in range(2):
+            output = model(batch, cache, outputs=outputs)
+    assert cache == {"calls": 2}
+    assert len(outputs) == 2
+    assert torch.equal(outputs[1], output)
+    assert (batch["x"].device.type, output.device.type) == ("cpu", "cuda")
 
 
 @pytest.mark.parametrize("amp", [None, "bf16", "fp16"])

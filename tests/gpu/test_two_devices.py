@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import (
     BalancedBackend,
+    ConfigError,
     DDP2Backend,
     DDPBackend,
     FSDPBackend,
@@ -191,6 +192,15 @@ def test_dp_trains_the_weights_of_the_cpu(gpus: tuple[int, ...], amp: str | None
         fit(model, shard_loader(loader()), at=torch.device("cuda", gpus[0]))
     assert {each.device for each in model.parameters()} == {torch.device("cuda", gpus[0])}
     assert_trained(weights_of(model), amp=amp)
+
+
+@pytest.mark.parametrize("backend", ["dp", "ddp2"])
+def test_dp_refuses_a_transform(backend: str) -> None:
+    """Replicas run in threads, where torch.func's transforms are not."""
+    model = make()
+    refused = pytest.raises(ConfigError, match=r"(?s)inside a transform of torch\.func.*threads.*backend='ddp'")
+    with parallel_model(model, backend=backend), refused:
+        torch.func.vmap(model)(torch.randn(4, 8, device="cuda:0"))
 
 
 @pytest.mark.parametrize(("stages", "amp"), PIPELINES, ids=str)

@@ -26,6 +26,7 @@ from parallelize.run.containers import leaves
 from parallelize.run.context import current
 from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.step import AfterStep, after_step, parameters_of
+from parallelize.torch_patches.transforms import refuse_transform
 
 __all__ = ["AutoBackend"]
 
@@ -119,6 +120,10 @@ class _AutoEngine(Engine):
 
     @override
     def choose(self, inputs: Any) -> None:
+        refuse_transform(
+            "backend='auto' measures the model on the first batch, and a transform hides its values",
+            fix="call the model once with a plain batch before, or use backend='ddp'",
+        )
         with torch.compiler.set_stance("force_eager"):
             self._decide(inputs)
 

@@ -25,6 +25,7 @@ from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.run.run_key import run_key
 from parallelize.run.startup_summary import announced
+from parallelize.torch_patches.transforms import refuse_transform
 
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plugin import BalancedBackend
@@ -105,6 +106,10 @@ class BalancedEngine(Engine):
             self._explain(error)
 
     def _set_up(self, inputs: Any) -> None:
+        refuse_transform(
+            "backend='balanced' measures the model on the first batch, and a transform hides its values",
+            fix="call the model once with a plain batch before, or use backend='ddp'",
+        )
         model = self.inner.model
         text = f"profiling {type(model).__name__} on its first batch, to choose the stages: the time of about 10 steps"
         with announced(text):

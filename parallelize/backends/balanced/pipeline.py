@@ -31,6 +31,7 @@ from parallelize.backends.balanced.transfer import to_device
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
+from parallelize.torch_patches.transforms import is_in_transform
 
 __all__ = ["Pipeline"]
 
@@ -98,6 +99,12 @@ class Pipeline:
         kind.batches += 1
         if kind.reason is not None:
             raise kind.reason
+        if is_in_transform():
+            raise RunsWhole(
+                "forward is inside a transform of torch.func",
+                why="a transform hides the values of a batch, by which micro-batches are checked",
+                fix="transform what is computed outside of the model's forward",
+            )
         self._refuse_hooks()
         number = kind.batches
         if number % _CHECKED_EVERY == 0 or (number < _CHECKED_EVERY and number & (number - 1) == 0):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.model_state import named_tensors
-from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.containers import leaves, replace_leaves
 from parallelize.torch_patches.operations import Arguments, before_operations
 from parallelize.torch_patches.step import BeforeStep, before_step
 
@@ -143,7 +143,7 @@ def to_device(
     def moved(leaf: Any) -> Any:
         return move(leaf, device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
 
-    return map_leaves(moved, values)
+    return replace_leaves(moved, values)
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

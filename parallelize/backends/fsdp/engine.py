@@ -44,6 +44,7 @@ from parallelize.torch_patches.module_tensors import (
     all_parameters,
     without_overrides,
 )
+from parallelize.torch_patches.transforms import is_differentiating_forward, is_in_transform
 
 if TYPE_CHECKING:
     from parallelize.backends.fsdp.plugin import FSDPBackend
@@ -51,6 +52,12 @@ if TYPE_CHECKING:
 __all__ = ["FSDPEngine", "units_of"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_NO_TANGENTS = "A custom Function's forward is returning a view"
+_WHY_NOT_TRANSFORMED = (
+    "fsdp reduces gradients by hooks on what blocks take and return, which a transform (vmap, grad, jvp, ...) or a "
+    "tangent does not pass on"
+)
+_INSTEAD_OF_TRANSFORMS = "compute the derivative with torch.autograd.grad(..., create_graph=True), or use backend='ddp'"
 
 
 class FSDPEngine(Engine):
@@ -105,6 +112,7 @@ class FSDPEngine(Engine):
         self._buffers, self._output = RegisteredBuffers(model), None
         inner.register_forward_hook(self._flatten, prepend=True)
         self._writes, self._has_trained, self._is_kept = -1, True, False
+        self._has_transformed = False  # whether a forward since the latest step was one of torch.func's
         self._steps = Steps(self._refuse_lost_gradients)
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(subscribed(Order.BEGIN, full_tensors.refuse_inputs))
@@ -178,9 +186,10 @@ class FSDPEngine(Engine):
         if how == "rank0":
             self._buffers.broadcast()
         self._prepare(is_trained=is_trained)
+        self._has_transformed |= is_in_transform() or is_differentiating_forward()
         try:
             # Not in inference mode: fully_shard reuses its buffers in training, where autograd saves them.
-            with torch.inference_mode(mode=False), torch.set_grad_enabled(is_trained):
+            with torch.inference_mode(mode=False), torch.set_grad_enabled(is_trained), _naming_forward_ad():
                 hooked = iter(self._inner(*args, **kwargs))
             for record, original in self._originals.items():
                 gathered = getattr(record, "unsharded_param", None)  # None: of a unit that no forward has used
@@ -241,6 +250,10 @@ class FSDPEngine(Engine):
 
     def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         lost = [getattr(getattr(each, "unsharded_param", None), "grad", None) for each in self._originals]
+        if any(each is not None for each in lost) and self._has_transformed:
+            what = f"torch.func or forward AD: gradients are not in the parameters of {type(optimizer).__name__}"
+            raise SyncError(what, why=_WHY_NOT_TRANSFORMED, fix=_INSTEAD_OF_TRANSFORMS)
+        self._has_transformed = False
         if any(each is not None for each in lost):
             raise SyncError(
                 f"gradients of a loss are not in the parameters of {type(optimizer).__name__}",
@@ -277,6 +290,18 @@ class FSDPEngine(Engine):
                 why="code that only some ranks run has changed this rank's rows of parameters, or their gradients",
                 fix="make the same changes on every rank",
             )
+
+
+@contextlib.contextmanager
+def _naming_forward_ad() -> Iterator[None]:
+    """Name forward AD in errors of fully_shard's own function in front of a unit, which has no tangents."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_differentiating_forward() or _NO_TANGENTS not in str(error):
+            raise
+        what = "torch.func or forward AD, with inputs of a block that need gradients, under fsdp"
+        raise ConfigError(what, why=_WHY_NOT_TRANSFORMED, fix=_INSTEAD_OF_TRANSFORMS) from error
 
 
 def _cast(value: Any, hooked: Any) -> Any:
