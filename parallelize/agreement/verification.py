@@ -25,7 +25,7 @@ from parallelize.errors import SyncError
 from parallelize.gradients import differentiable
 from parallelize.gradients.batch_weights import Weight
 from parallelize.gradients.buckets import Slot
-from parallelize.gradients.reducer import Reducer, Slot
+from parallelize.gradients.reducer import Reducer
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.containers import map_leaves
 from parallelize.run.context import Runtime, is_capturing

@@ -24,7 +24,7 @@ from parallelize.gradients.averaging import Average, Averaging
 from parallelize.gradients.batch_weights import refusing_lost_weights
 from parallelize.gradients.reducer import Reducer
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
-from parallelize.run.containers import map_leaves, replace_leaves
+from parallelize.run.containers import replace_leaves
 from parallelize.run.context import Runtime, current
 from parallelize.run.startup_summary import StartupSummary
 from parallelize.torch_patches.backward import Order, subscribed

@@ -28,7 +28,7 @@ from parallelize.data.same_data import (
 from parallelize.data.source import Pass, Source
 from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
-from parallelize.gradients.batch_weights import BatchWeight, weigh_batches, weighing_loop
+from parallelize.gradients.batch_weights import weighing_loop
 from parallelize.run.context import active, is_main
 from parallelize.run.loader_weights import LoaderLoop
 from parallelize.run.startup_summary import ActiveLoader

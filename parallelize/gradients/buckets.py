@@ -196,8 +196,7 @@ class Bucket:
             raise SyncError(
                 f"the gradient of {accumulated[0].name} accumulated after it was sent",
                 why="in earlier passes it accumulated once, so that it was sent as complete",
-                fix="use torch.utils.checkpoint with use_reentrant=False, or from the first pass "
-                "on",
+                fix="use torch.utils.checkpoint with use_reentrant=False, or from the first pass on",
             )
         self.repeats = True
         if self.state is BucketState.COMPLETE:
@@ -381,8 +380,6 @@ def _gathered(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> torch.T
 
 
 @functools.lru_cache(maxsize=64)
-def _flags(
-    has_gradient: tuple[bool, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _flags(has_gradient: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the flags of a bucket on its device. They are kept: a copy to a GPU waits for it."""
     return torch.tensor(has_gradient, dtype=dtype, device=device)

@@ -83,9 +83,7 @@ class OrderedMean:
         self._flat, self._size, self._group = flat, size, group
         self._padded = nn.functional.pad(flat, (0, -len(flat) % size))
         self._pieces = torch.empty_like(self._padded)
-        self._work: Any = dist.all_to_all_single(
-            self._pieces, self._padded, group=group, async_op=True
-        )
+        self._work: Any = dist.all_to_all_single(self._pieces, self._padded, group=group, async_op=True)
 
     def is_completed(self) -> bool:
         """Return False: the second collective begins at the end of backward.

@@ -218,10 +218,8 @@ class Reducer:
         if self._arrived:
             self._take_arrived()
             raise ConfigError(
-                "a backward pass that did not start at loss.backward() or "
-                "torch.autograd.backward()",
-                why="its function was imported before the block, so its gradients are not averaged "
-                "over the ranks",
+                "a backward pass that did not start at loss.backward() or torch.autograd.backward()",
+                why="its function was imported before the block, so its gradients are not averaged over the ranks",
                 fix="call loss.backward(), or torch.autograd.backward(...) by this name",
             )
 

@@ -20,8 +20,8 @@ from parallelize.run.loader_warnings import LoaderWarnings
 from parallelize.run.loader_weights import LoaderWeights
 from parallelize.run.loaders_of_run import LoadersOfRun
 from parallelize.run.process_group import Rendezvous, process_group
-from parallelize.run.state import RunState
 from parallelize.run.sharded_tensors import ShardedTensors
+from parallelize.run.state import RunState
 from parallelize.run.surroundings import running, surroundings
 
 __all__ = [
