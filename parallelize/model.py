@@ -115,7 +115,9 @@ def parallel_model(
             that are sums (`reduction="sum"`). "tokens": by the number of targets over which each loss is a mean, such
             as a cross entropy with `ignore_index` over unequal padding, or with class weights; each backward pass is
             that of the mean over the targets of all ranks. The count is read from torch's reductions, and a sum divided
-            by a number counts as a mean over that number; a loss whose count is not known is refused.
+            by a number counts as a mean over that number; a loss whose count is not known is refused. So is one of
+            terms that average over different numbers, as of boxes and anchors: under "ranks", each of them is that of
+            all ranks if its sum is divided by `all_reduce(float(count), "mean")` (and no loader has tail="weighted").
         buffers: which values floating buffers, such as batch norm's statistics, get on all ranks in training: "rank0":
             rank 0's, before each forward; "mean": their mean, after each forward, which is exact for running means,
             DINO's centre and the statistics of a codebook. (Batch norm still normalizes by this rank's batch;

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from parallelize.agreement.coupled_samples import BATCH_KEY, Batch, coupling_operation
 from parallelize.agreement.unsynced_training import collectives_begun
-from parallelize.gradients.autograd_graph import grad_fns_of, node_of
+from parallelize.gradients.autograd_graph import node_of
 from parallelize.run.containers import leaves
 from parallelize.run.context import Runtime, current
 from parallelize.run.user_line import user_stacklevel
@@ -68,10 +68,10 @@ class BatchLosses:
         self._watching.close()
         self.is_over = True
 
-    def mark(self, output: Any, inputs: Any) -> None:
-        """Note in the graph of a model's output from which batch it was computed."""
+    def mark(self, nodes: Sequence[Any], inputs: Any) -> None:
+        """Note in the nodes of a model's outputs from which batch they were computed."""
         batch = self._batch_of(inputs)
-        for node in grad_fns_of(output):
+        for node in nodes:
             node.metadata[BATCH_KEY] = batch
         self._collectives_after_forward = collectives_begun()
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.errors import ConfigError
-from parallelize.gradients.autograd_graph import MODELS_KEY, has_sparse_gradient, mark_outputs, node_of, nodes_behind
+from parallelize.gradients.autograd_graph import has_sparse_gradient, mark_outputs, marks_of, node_of, nodes_behind
 from parallelize.gradients.target_counts import loss_counts
 from parallelize.plugins.base import Inner, Session
 from parallelize.run.containers import leaves, map_leaves, with_leaves
@@ -64,12 +64,12 @@ class PartsOfBlock:
         run(each)
 
     def _look(self, roots: Roots) -> None:
-        nodes = list(nodes_behind(map(node_of, roots), key=MODELS_KEY, owner=self))
-        if not any(self in node.metadata.get(MODELS_KEY, ()) for node in nodes):
+        nodes = list(nodes_behind(map(node_of, roots), owner=self))
+        if not any(self in marks_of(node) for node in nodes):
             return
         self.looks -= 1
         direct = [name for node in nodes if (name := self.names.get(id(getattr(node, "variable", None))))]
-        sums = [each.loss for each in loss_counts(roots) if each.count is None]
+        sums = [each.operation for each in loss_counts(roots) if each.count is None]
         if direct:
             self.warn(f"{direct[0]} is used outside of a forward")
         elif sums:
@@ -98,7 +98,8 @@ class PartsOfBlock:
 
     def forward(self, output: Any, inputs: Any, size: int) -> None:
         """Note a forward that records gradients, with the number of samples of its first part."""
-        mark_outputs(output, inputs=inputs, key=MODELS_KEY, owner=self)
+        # Beside the mark of the block: only the first forwards of a run are marked, and of one process, too.
+        mark_outputs(output, inputs=inputs, owners=[self])
         found = [each for each in leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
         self.outputs += [(each, size) for each in found if each.ndim and len(each) > size]
 

@@ -19,7 +19,7 @@ from parallelize.agreement.verification import Verification
 from parallelize.backends.broadcast import broadcast_from_rank_0
 from parallelize.block.models import methods_of
 from parallelize.errors import SyncError
-from parallelize.gradients.autograd_graph import grad_fns_of, node_of
+from parallelize.gradients.autograd_graph import mark_outputs, node_of
 from parallelize.gradients.averaging import Average, Averaging
 from parallelize.gradients.batch_weights import refusing_lost_weights
 from parallelize.gradients.reducer import Reducer
@@ -194,9 +194,8 @@ class _RoutedModel:
             self._before_forward((args, kwargs))
         module = self.engine.module if is_recording else self.engine.local
         output = self._block.session.route(module, *args, **kwargs)
-        if is_recording and (self._block.averaging.marks or self._block.run.world.world_size > 1):
-            with torch._C.DisableTorchFunction():  # modes of the user and of amp have nothing to do with it
-                self._after_forward(output, (args, kwargs))
+        if is_recording:
+            self._after_forward(output, (args, kwargs))
         return output
 
     def _to_device(self, leaf: Any) -> Any:
@@ -241,12 +240,22 @@ class _RoutedModel:
         self._block.refresh()
 
     def _after_forward(self, output: Any, inputs: Any) -> None:
+        """Mark the outputs, once for all that search graphs for them, and watch what begins at them."""
+        averaging, owner_of_session = self._block.averaging, self.session.mark_owner
+        owners: list[object] = [averaging] if averaging.needs_marks else []
+        if owner_of_session is not None:
+            owners.append(owner_of_session)
+        if not owners and self._block.run.world.world_size == 1:
+            return
+        with torch._C.DisableTorchFunction():  # modes of the user and of amp have nothing to do with it
+            nodes = mark_outputs(output, inputs=inputs, owners=owners)
+        if owner_of_session is not None:
+            self.session.watch_outputs(nodes)
         if not self._block.batch_losses.is_over:
-            self._block.batch_losses.mark(output, inputs)
-        averaging = self._block.averaging
-        nodes = averaging.mark(output, inputs) if averaging.marks else grad_fns_of(output)
-        for node in nodes if self.engine.reduction is not None else ():
-            node.register_prehook(self._refuse_after_block)
+            self._block.batch_losses.mark(nodes, inputs)
+        if self.engine.reduction is not None:
+            for node in nodes:
+                node.register_prehook(self._refuse_after_block)
 
     def _refuse_after_block(self, _gradients: Any) -> None:
         if not self._block.is_over:

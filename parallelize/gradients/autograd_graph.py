@@ -1,8 +1,22 @@
-"""Autograd graphs: what a backward pass reaches, and marks of models in the nodes of their outputs."""
+"""Autograd graphs: what a backward pass reaches, and marks of models in the nodes of their outputs.
+
+    node      an operation of the graph, as `tensor.grad_fn` is; AccumulateGrad for a leaf
+    root      a tensor from which a backward pass starts, such as the loss
+    leaf      a tensor without inputs that gets a gradient, such as a parameter
+    mark      what the node of a model's output knows of the forward that has computed it:
+              owner -> nodes of the forward's inputs
+    owner     what searches for its own marks: the average of a block, the loss scaling of fp16
+
+A search that skips the models of an owner goes on at the inputs of their forwards:
+
+    leaf x -- ops --.                          .-- ops -- loss
+                    inputs -- [ model ] -- outputs
+                      '-------- mark --------'
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +28,17 @@ from parallelize.run.containers import leaves
 from parallelize.torch_patches.backward import Root
 
 __all__ = [
-    "MODELS_KEY",
-    "grad_fns_of",
     "has_sparse_gradient",
+    "is_output",
     "mark_outputs",
+    "marks_of",
     "node_of",
     "nodes_behind",
     "scaled_start",
 ]
 
-MODELS_KEY = "parallelize: models"  # key of `mark_outputs`, with blocks as owners
+_MARK = "parallelize: inputs of the forward, by owners"
+_NO_MARKS: Mapping[object, Any] = {}
 
 
 def has_sparse_gradient(module: nn.Module) -> bool:
@@ -32,112 +47,154 @@ def has_sparse_gradient(module: nn.Module) -> bool:
 
 
 def node_of(root: Root) -> Any:
-    """Return the node at which a backward pass from `root` starts, AccumulateGrad for a leaf; None: there is none."""
+    """Return the node at which a backward pass from `root` starts; None: there is none."""
     if isinstance(root, GradientEdge):
         return root.node
     node = root.grad_fn
-    return get_gradient_edge(root).node if node is None and root.requires_grad else node
+    if node is None and root.requires_grad:
+        return get_gradient_edge(root).node
+    return node
 
 
-def grad_fns_of(output: Any) -> list[Any]:
-    """Return the distinct grad_fns of a model's output, where backward starts.
+def mark_outputs(outputs: Any, *, inputs: Any, owners: Sequence[object]) -> list[Any]:
+    """Mark the nodes of a forward's outputs, once for all owners that search for it.
 
-    torch's pytrees are searched, too, and the attributes of plain objects.
-    """
-    nodes: dict[Any, None] = {}
-    for leaf in [output] if type(output) is torch.Tensor else leaves(output):
-        found = [leaf]
-        if not isinstance(leaf, torch.Tensor):
-            found = tree_leaves(leaf)
-            if len(found) == 1 and found[0] is leaf and hasattr(leaf, "__dict__"):
-                found = tree_leaves(list(vars(leaf).values()))
-        for each in found:
-            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
-                nodes[each.grad_fn] = None
-    return list(nodes)
-
-
-def nodes_behind(
-    nodes: Iterable[Any], *, key: str = "", owner: object = None, is_end: Callable[[Any], bool] | None = None
-) -> Iterator[Any]:
-    """Yield the nodes that a backward pass from `nodes` reaches, each once, in a fixed order, with these nodes.
-
-    Args:
-        nodes: nodes of the graph; None is ignored.
-        key: with `owner`, the marks behind which the search goes on at the inputs of a model; "": it uses no marks.
-        owner: as for `mark_outputs`.
-        is_end: returns whether the search ends at a node, which is yielded; None: only where the graph ends.
-    """
-    pending, seen = list(nodes), {None}
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        marks = node.metadata.get(key)
-        if is_end is not None and is_end(node):
-            continue
-        if marks is not None and owner in marks:
-            pending += marks[owner]
-        else:
-            for each, _ in node.next_functions:
-                pending.append(each)
-
-
-def scaled_start(roots: Sequence[Root], given: Any, factor: Callable[[torch.Tensor], Any]) -> list[torch.Tensor | None]:
-    """Return the gradients from which a backward pass starts, times a factor.
-
-    Args:
-        roots: where it starts.
-        given: the gradients there, as the user has given them; None: 1.
-        factor: returns the factor for a gradient, on its device.
-
-    Returns:
-        One gradient per root; None for a root for which torch raises an error, as it does if their
-        numbers differ.
-    """
-    gradients = (given,) if isinstance(given, torch.Tensor) else tuple(given or [None] * len(roots))
-    if len(gradients) == len(roots):
-        pairs = zip(roots, gradients, strict=True)
-        gradients = tuple(_ones(root) if each is None else each for root, each in pairs)
-    return [None if each is None else (each * factor(each)).to(each.dtype) for each in gradients]
-
-
-def _ones(root: Root) -> torch.Tensor | None:
-    """Return the gradient 1 from which torch starts by default; None where torch raises an error."""
-    if isinstance(root, GradientEdge):
-        meta = root.node._input_metadata[root.output_nr]
-        size = torch.Size(meta.shape)
-        return torch.ones(size, dtype=meta.dtype, device=meta.device) if size.numel() == 1 else None
-    if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():
-        return None
-    return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)
-
-
-def mark_outputs(outputs: Any, *, inputs: Any, key: str, owner: object) -> list[Any]:
-    """Store the inputs of a model's forward in the graph nodes of its outputs, so that searches skip its own graph.
-
-        leaf x ── ops ──┐                        ┌── ops ── loss
-                        inputs ─[ the model ]─ outputs
-                          └─────── mark ─────────┘
-
-    A mark in the metadata of a node lives as long as the graph, and references only nodes of the graph.
+    A mark lives in the metadata of its node, as long as the graph, and references only nodes of the
+    graph: it keeps no tensor alive.
 
     Args:
         outputs: the value that the forward returned.
         inputs: the values that it received.
-        key: key of the metadata; its value is a dictionary: owner -> nodes of the inputs.
-        owner: what the mark stands for, such as the model.
+        owners: those for which the forward is one of their models.
 
     Returns:
-        The nodes of the outputs; those that are also inputs have no mark.
+        The nodes of the outputs. One that is also the node of an input has no mark of this forward.
     """
-    before, nodes = set(), grad_fns_of(outputs)
-    for each in leaves(inputs):  # a loop: called in every step
-        if isinstance(each, torch.Tensor) and each.requires_grad:
-            before.add(node_of(each))
+    nodes = _nodes_of_outputs(outputs)
+    if not owners:
+        return nodes
+    input_nodes = set()
+    for value in leaves(inputs):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            input_nodes.add(node_of(value))
     for node in nodes:
-        if node not in before:
-            node.metadata.setdefault(key, {})[owner] = before
+        if node not in input_nodes:
+            mark = node.metadata.setdefault(_MARK, {})
+            for owner in owners:
+                mark[owner] = input_nodes
     return nodes
+
+
+def marks_of(node: Any) -> Mapping[object, Any]:
+    """Return the mark of a node, owner -> nodes of the inputs; empty: it is no model's output."""
+    marks: Mapping[object, Any] = node.metadata.get(_MARK, _NO_MARKS)
+    return marks
+
+
+def is_output(node: Any) -> bool:
+    """Whether a model, of any owner, has returned the value of a node."""
+    return _MARK in node.metadata
+
+
+def _nodes_of_outputs(outputs: Any) -> list[Any]:
+    """Return the distinct nodes of a model's outputs, in a fixed order."""
+    if type(outputs) is torch.Tensor:
+        return [] if outputs.grad_fn is None else [outputs.grad_fn]
+    nodes: dict[Any, None] = {}
+    for leaf in leaves(outputs):
+        for value in _values_in(leaf):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                nodes[value.grad_fn] = None
+    return list(nodes)
+
+
+def _values_in(leaf: Any) -> list[Any]:
+    """Return the values in what is no container of ours: torch's pytrees, and plain objects."""
+    if isinstance(leaf, torch.Tensor):
+        return [leaf]
+    values: list[Any] = tree_leaves(leaf)
+    is_plain_object = len(values) == 1 and values[0] is leaf
+    if is_plain_object and hasattr(leaf, "__dict__"):
+        values = tree_leaves(list(vars(leaf).values()))
+    return values
+
+
+def nodes_behind(
+    nodes: Iterable[Any],
+    *,
+    owner: object = None,
+    is_end: Callable[[Any], bool] | None = None,
+) -> Iterator[Any]:
+    """Yield the nodes that a backward pass from `nodes` reaches, with these, each once.
+
+    The order is fixed, so that all ranks find the same things in equal graphs.
+
+    Args:
+        nodes: nodes of the graph; None is ignored.
+        owner: whose models are skipped: of these, only the nodes of the outputs are yielded.
+            None: none is skipped.
+        is_end: returns whether the search ends at a node, which is yielded. None: only where the
+            graph ends.
+    """
+    pending = list(nodes)
+    visited = {None}
+    while pending:
+        node = pending.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        yield node
+        if is_end is not None and is_end(node):
+            continue
+        marks = _NO_MARKS if owner is None else marks_of(node)
+        if owner in marks:
+            pending += marks[owner]
+        else:
+            for source, _ in node.next_functions:
+                pending.append(source)
+
+
+def scaled_start(
+    roots: Sequence[Root],
+    gradients: Any,
+    factor: Callable[[torch.Tensor], Any],
+) -> list[torch.Tensor | None]:
+    """Return the gradients from which a backward pass starts, times a factor.
+
+    Args:
+        roots: where it starts.
+        gradients: the gradients there that the user has passed; None: 1.
+        factor: returns the factor for a gradient, on its device.
+
+    Returns:
+        One gradient per root; None for a root for which torch raises an error, as it does if the
+        numbers of roots and gradients differ.
+    """
+    if gradients is None or isinstance(gradients, torch.Tensor):
+        gradients = [gradients]
+    gradients = list(gradients) or [None]
+    if gradients == [None]:
+        gradients *= len(roots)
+    is_complete = len(gradients) == len(roots)
+    scaled: list[torch.Tensor | None] = []
+    for index, gradient in enumerate(gradients):
+        start = gradient
+        if start is None and is_complete:
+            start = _ones(roots[index])
+        if start is not None:
+            start = (start * factor(start)).to(start.dtype)
+        scaled.append(start)
+    return scaled
+
+
+def _ones(root: Root) -> torch.Tensor | None:
+    """Return the gradient 1 from which torch starts by default; None where torch raises."""
+    if isinstance(root, GradientEdge):
+        meta = root.node._input_metadata[root.output_nr]
+        size = torch.Size(meta.shape)
+        if size.numel() != 1:
+            return None
+        return torch.ones(size, dtype=meta.dtype, device=meta.device)
+    if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():
+        return None
+    return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)

@@ -7,12 +7,19 @@ A backward pass has, on rank r of W, a loss that is a mean over c[r] targets, wi
     average="tokens"        sum_r  g[r] c[r] / sum_r c[r]     the mean over the targets of all ranks
 
 Each pass is weighted alone, at its start, so that accumulated passes add up as in one process.
+
+A loss of several terms that average over different numbers of targets, such as the classes of
+anchors and the positions of boxes, needs a weight for each term, and a pass has one. Its terms are
+divided by numbers that are equal on all ranks: with the sum s[r] of a term, and its c[r] targets,
+
+    average="ranks"     1/W sum_r  s[r] / (sum_q c[q] / W)  =  sum_r s[r] / sum_q c[q]
+
+is the gradient of one process for each of them. `sum_q c[q] / W` is all_reduce(c, "mean").
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -20,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.gradients.autograd_graph import MODELS_KEY, mark_outputs, node_of, nodes_behind
+from parallelize.gradients.autograd_graph import marks_of, node_of, nodes_behind
 from parallelize.gradients.batch_weights import Weight, with_weight
 from parallelize.gradients.target_counts import loss_counts, number_on, required_count
 from parallelize.run.context import Runtime
@@ -41,70 +48,109 @@ class Averaging:
         models: the models of the block.
 
     Attributes:
-        marks: whether outputs of models are marked, so that the losses computed from them are known.
+        needs_marks: whether outputs of the block's models have to be marked with this object as an
+            owner, so that the losses computed from them are known.
     """
 
     def __init__(self, average: Average, *, run: Runtime, models: Sequence[nn.Module]) -> None:
-        self._average, self._run, self._models = average, run, models
+        self._average = average
+        self._run = run
+        self._models = models
         self._size = run.world.world_size
-        self.marks = self._size > 1 or average == "tokens"
+        self.needs_marks = self._size > 1 or average == "tokens"
         self._subscription = contextlib.ExitStack()
-        self._weight: Weight | None = None  # of the latest loss
-        self._count: Any = math.nan  # of the first step's latest loss, for average="ranks"
+        self._weight_of_latest_loss: Weight | None = None
+        self._counts_of_latest_loss: list[Any] = []
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Weight backward passes in the context."""
         with self._subscription:
-            if self.marks:
+            if self.needs_marks:
                 self._subscription.enter_context(subscribed(Order.WEIGH, self._weigh))
             yield
 
-    def mark(self, output: Any, inputs: Any) -> list[Any]:
-        """Store in the graph of a forward's output that it is one of this block; return the output's nodes."""
-        return mark_outputs(output, inputs=inputs, key=MODELS_KEY, owner=self)
-
     def loss_weight(self) -> Weight:
         """Return the weight of this rank's latest loss in the mean over the ranks."""
-        return self._run.loader_weights.weight_of_loss() if self._weight is None else self._weight
+        if self._weight_of_latest_loss is not None:
+            return self._weight_of_latest_loss
+        return self._batch_weight()
 
-    def _weigh(self, each: Pass, run: Run) -> None:
-        self._weight = None
-        if not self._is_of_block(each.roots):
-            run(each)
-        elif self._average == "ranks":
-            counts: list[Any] = [found.count for found in loss_counts(each.roots) if found.count is not None]
-            weight = self._run.loader_weights.weight_of_loss()  # that of a batch makes up for a smaller count
-            self._count = counts[0] / weight if counts and weight else math.nan
-            run(each)
-        else:
-            self._weight = self._weight_of(each.roots)
-            run(with_weight(each, self._weight))
+    def end_first_step(self) -> list[float]:
+        """Return the numbers of targets of the terms of the first step's latest loss.
+
+        It is empty if they are not known, or if losses do not weigh by rank. From now on, an
+        average by rank looks at no loss any more.
+        """
+        if self._average == "ranks":
+            self.needs_marks = False
+            self._subscription.close()
+        return list(map(float, self._counts_of_latest_loss))
+
+    def _batch_weight(self) -> float:
+        return self._run.loader_weights.weight_of_loss()
+
+    def _weigh(self, backward_pass: Pass, run: Run) -> None:
+        """Run a pass from the weight of its loss, if it is of the block; a subscriber."""
+        self._weight_of_latest_loss = None
+        if self._is_of_block(backward_pass.roots):
+            if self._average == "ranks":
+                self._note_counts(backward_pass.roots)
+            else:
+                weight = self._weight_of(backward_pass.roots)
+                self._weight_of_latest_loss = weight
+                backward_pass = with_weight(backward_pass, weight)
+        run(backward_pass)
 
     def _is_of_block(self, roots: Roots) -> bool:
-        parameters = {id(each) for model in self._models for each in all_parameters(model)}
-        return any(
-            # By a parameter, e.g. of a submodule: the search goes through the whole graph.
-            self in node.metadata.get(MODELS_KEY, ()) or id(getattr(node, "variable", None)) in parameters
-            for node in nodes_behind(map(node_of, roots), key=MODELS_KEY, owner=self)
-        )
+        """Whether a pass reaches a model of the block: by its outputs, or by a parameter alone.
+
+        It does by a parameter when a submodule is called, or for a penalty on weights. Parameters
+        are gathered for such losses only: this takes longer than all else of a small model's step.
+        """
+        leaves = []
+        for node in nodes_behind(map(node_of, roots), owner=self):
+            if self in marks_of(node):
+                return True
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves.append(leaf)
+        if not leaves:
+            return False
+        parameters = set[int]()
+        for model in self._models:
+            parameters.update(map(id, all_parameters(model)))
+        return not parameters.isdisjoint(map(id, leaves))
+
+    def _note_counts(self, roots: Roots) -> None:
+        """Keep the numbers of targets of a loss, for the warning of the first step.
+
+        The weight of its batch makes up for a smaller number.
+        """
+        self._counts_of_latest_loss = []
+        weight = self._batch_weight()
+        if not weight:
+            return
+        for count in loss_counts(roots):
+            if count.count is not None:
+                self._counts_of_latest_loss.append(count.count / weight)
 
     def _weight_of(self, roots: Roots) -> Weight:
+        is_repeated_batch = self._batch_weight() == 0.0
         if self._average == "sum":
-            return float(self._size) if self._run.loader_weights.weight_of_loss() else 0.0
+            return 0.0 if is_repeated_batch else float(self._size)
+        count: Any = 0.0
+        if not is_repeated_batch:
+            count = required_count(roots).count
+        if self._size == 1:
+            return 1.0
         with torch.no_grad():
-            count: Any = required_count(roots).count if self._run.loader_weights.weight_of_loss() else 0.0
-            if self._size == 1:
-                return 1.0
             total = number_on(self._run.device, count)
             dist.all_reduce(total)  # the only communication: one number per backward pass
             # The total is 0 if the targets of all ranks are ignored.
-            weight: torch.Tensor = count * self._size / total.clamp(min=1e-9)
+            total = total.clamp(min=1e-9)
+            if total.device.type == "cpu":
+                return float(count) * self._size / total.item()
+            # The host does not read the weight on a device, because it would wait.
+            weight: torch.Tensor = count * self._size / total
             return weight
-
-    def end_first_step(self) -> float:
-        """Return the number of targets of the first step's latest loss if ranks weigh equally; nan: not known."""
-        if self._average == "ranks":
-            self.marks = False
-            self._subscription.close()
-        return float(self._count)

@@ -1,7 +1,17 @@
-"""Differentiable all-reduce, all-gather and broadcast over the default process group, for tensors of any dtype.
+"""Differentiable collectives over the default process group, for tensors of any dtype.
 
-Notation: x and y are this process's input and output, L is the sum of the losses of all processes, W is the world size
-and S a shape.
+Notation: x and y are this process's input and output, L is the sum of the losses of all processes,
+W is the world size and S a shape. The gradient of L by x comes from all processes, because x is in
+the y of each of them:
+
+    collective                      gradient of L by x, from the gradient of L by y
+    all_reduce(x, "sum")            all_reduce(gradient, "sum")
+    all_reduce(x, "mean")           all_reduce(gradient, "mean")
+    all_reduce(x, "max" or "min")   the sum where x is the extremum, divided by the number of ties
+    all_gather(x)                   the sum, of this process's row
+    broadcast(x, src)               the sum on rank src, 0 on others
+
+So backward is a collective, too: every process has to run it, in one order.
 """
 
 from __future__ import annotations
@@ -17,10 +27,13 @@ from parallelize.run import context
 
 __all__ = ["NATIVE_DTYPES", "REDUCE_DTYPES", "REDUCE_OPS", "all_gather", "all_reduce", "broadcast"]
 
-REDUCE_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
-# dtype -> dtype of the reduction; they differ if process groups do not support the dtype, or if partial sums could
-# overflow although the mean fits. Integer sums are cast back to the dtype and wrap around as in torch.
 REDUCE_DTYPES = {
     torch.bool: torch.uint8,
     torch.uint8: torch.uint8,
@@ -38,13 +51,19 @@ REDUCE_DTYPES = {
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
+"""dtype -> dtype of the reduction.
 
-# dtypes that every process group can send; others are sent as bytes.
-NATIVE_DTYPES = frozenset({*REDUCE_DTYPES.values(), torch.bool, torch.float16, torch.bfloat16, torch.complex32})
+They differ if process groups do not support the dtype, or if partial sums could overflow although
+the mean fits. Integer sums are cast back to the dtype and wrap around as in torch.
+"""
+
+_SENT_AS_THEY_ARE = {torch.bool, torch.float16, torch.bfloat16, torch.complex32}
+NATIVE_DTYPES = frozenset(REDUCE_DTYPES.values()) | _SENT_AS_THEY_ARE
+"""dtypes that every process group can send; others are sent as bytes."""
 
 
 def all_reduce(x: Tensor, op: str) -> Tensor:
-    """Reduce a tensor element-wise over all processes; an element is NaN if it is NaN on any process.
+    """Reduce a tensor element-wise; an element is NaN if it is NaN on any process.
 
     Args:
         x: tensor of shape S, of a dtype in `REDUCE_DTYPES`.
@@ -55,11 +74,16 @@ def all_reduce(x: Tensor, op: str) -> Tensor:
 
     def reduced(values: Tensor) -> Tensor:
         dist.all_reduce(values)
-        return values / dist.get_world_size() if op == "mean" else values
+        if op == "mean":
+            return values / dist.get_world_size()
+        return values
+
+    def gradient_of_x(gradient: Tensor) -> Tensor:
+        return all_reduce(gradient, op)
 
     # Gradients of gathered and broadcast tensors may have dtypes that are not in REDUCE_DTYPES.
     wide = x.to(REDUCE_DTYPES.get(x.dtype, torch.float32))
-    return _collective(wide, reduced, lambda gradient: all_reduce(gradient, op)).to(x.dtype)
+    return _collective(wide, reduced, gradient_of_x).to(x.dtype)
 
 
 def _extremum(x: Tensor, op: str) -> Tensor:
@@ -70,7 +94,7 @@ def _extremum(x: Tensor, op: str) -> Tensor:
         y = values.clone()
         dist.all_reduce(y, REDUCE_OPS[op])
         if x.is_floating_point():
-            # The result of max and min for NaN depends on the process group and on the order of ranks.
+            # The maximum of NaN and a number depends on the process group and the order of ranks.
             has_nan = values.isnan().to(torch.uint8)
             dist.all_reduce(has_nan, dist.ReduceOp.MAX)
             y.masked_fill_(has_nan.bool(), torch.nan)
@@ -79,7 +103,8 @@ def _extremum(x: Tensor, op: str) -> Tensor:
 
     def gradient_of_x(gradient: Tensor) -> Tensor:
         # It flows to the process that has the extremum; in a tie it is split evenly.
-        return all_reduce(gradient, "sum") * is_extremum / all_reduce(is_extremum, "sum")
+        ties = all_reduce(is_extremum, "sum")
+        return all_reduce(gradient, "sum") * is_extremum / ties
 
     return _collective(x.to(REDUCE_DTYPES[x.dtype]), reduced, gradient_of_x).to(x.dtype)
 
@@ -88,12 +113,15 @@ def all_gather(x: Tensor) -> Tensor:
     """Stack the tensors of all processes in rank order: S -> (W, *S)."""
 
     def gathered(values: Tensor) -> Tensor:
-        sent = _sendable(values)
-        found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, sent)
-        return torch.stack(found).flatten().view(x.dtype).view(len(found), *x.shape)
+        row = _sendable(values)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return torch.stack(rows).flatten().view(x.dtype).view(len(rows), *x.shape)
 
-    return _collective(x, gathered, lambda gradient: all_reduce(gradient, "sum")[dist.get_rank()])
+    def gradient_of_x(gradient: Tensor) -> Tensor:
+        return all_reduce(gradient, "sum")[dist.get_rank()]
+
+    return _collective(x, gathered, gradient_of_x)
 
 
 def broadcast(x: Tensor, src: int) -> Tensor:
@@ -103,15 +131,25 @@ def broadcast(x: Tensor, src: int) -> Tensor:
         dist.broadcast(_sendable(values), src)
         return values
 
-    return _collective(x, received, lambda gradient: all_reduce(gradient, "sum") * (dist.get_rank() == src))
+    def gradient_of_x(gradient: Tensor) -> Tensor:
+        is_source = dist.get_rank() == src
+        return all_reduce(gradient, "sum") * is_source
+
+    return _collective(x, received, gradient_of_x)
 
 
 def _sendable(values: Tensor) -> Tensor:
-    """Return the values unchanged, or a view of their bytes if process groups do not support the dtype."""
-    return values if values.dtype in NATIVE_DTYPES else values.reshape(-1).view(torch.uint8)
+    """Return the values, or a view of their bytes if process groups do not support the dtype."""
+    if values.dtype in NATIVE_DTYPES:
+        return values
+    return values.reshape(-1).view(torch.uint8)
 
 
-def _collective(x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Callable[[Tensor], Tensor]) -> Tensor:
+def _collective(
+    x: Tensor,
+    compute: Callable[[Tensor], Tensor],
+    differentiate: Callable[[Tensor], Tensor],
+) -> Tensor:
     """Return what a collective computes from the values of a tensor, on the tensor's device.
 
     Args:
@@ -119,18 +157,28 @@ def _collective(x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: C
         compute: the collective; it may overwrite the values that it gets.
         differentiate: returns the gradient of L by x from that by the result.
     """
-    types = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
-    sent = x if x.device.type in types else x.to(context.current().device)
-    result: Tensor = _Collective.apply(sent, compute, differentiate)  # type: ignore[no-untyped-call]  # torch's
-    return result.to(x.device)
+    sent = x
+    if not _is_device_of_group(x.device):
+        sent = x.to(context.current().device)
+    apply: Callable[..., Tensor] = _Collective.apply
+    return apply(sent, compute, differentiate).to(x.device)
+
+
+def _is_device_of_group(device: torch.device) -> bool:
+    """Whether the process group sends tensors of a device, such as "cpu:gloo,cuda:nccl" of both."""
+    backends = dist.get_backend_config().split(",")
+    return device.type in [backend.partition(":")[0] for backend in backends]
 
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any
+    ) -> Tensor:
         ctx.differentiate = differentiate
-        # A contiguous copy with lazy conjugation and negation resolved.
-        return compute(x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
+        # Collectives read memory as it lies: lazy conjugation and negation are resolved.
+        values = x.detach().resolve_conj().resolve_neg()
+        return compute(values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -85,6 +85,14 @@ class Session:
     fp32_modules: tuple[type[nn.Module], ...] = ()
     """Module classes whose weights stay in fp32 under a backend that casts weights itself."""
 
+    @property
+    def mark_owner(self) -> object | None:
+        """What the block marks the graph nodes of outputs for; None: the session searches no graph."""
+        return None
+
+    def watch_outputs(self, nodes: Sequence[Any]) -> None:
+        """Watch the graph nodes of a routed call's outputs, which the block has marked; with a `mark_owner` only."""
+
     def bind(self, models: Sequence[nn.Module]) -> None:
         """Register the parameters of the block's models, the user's objects; called after engines are built."""
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import ConfigError
-from parallelize.gradients.autograd_graph import node_of, nodes_behind, scaled_start
+from parallelize.gradients.autograd_graph import marks_of, node_of, nodes_behind, scaled_start
 from parallelize.gradients.host_copy import HostCopy
 from parallelize.plugins.base import Amp
 from parallelize.run.context import is_capturing
@@ -33,9 +33,7 @@ from parallelize.torch_patches.backward import Pass, Root, Run, is_in_backward
 from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.step import parameters_of
 
-__all__ = ["MARK", "LossScale", "LossScaling", "not_scaled"]
-
-MARK = "parallelize: inputs"  # key of `mark_outputs`, with which searches of the graph skip a model
+__all__ = ["LossScale", "LossScaling", "not_scaled"]
 
 
 def not_scaled(what: str, why: str, fix: str = "") -> ConfigError:
@@ -147,11 +145,11 @@ class LossScaling:
         The search skips models whose outputs have marks of the owner.
         """
         is_reached, others = False, []
-        for node in nodes_behind(map(node_of, roots), key=MARK, owner=owner):
+        for node in nodes_behind(map(node_of, roots), owner=owner):
             leaf: Any = None if node.next_functions else getattr(node, "variable", None)
             # A DTensor is the shard of a model in the block.
             is_known = self._owners.get(id(leaf)) is not None or hasattr(leaf, "full_tensor")
-            if is_known or self in node.metadata.get(MARK, ()) or node.name() == "CheckpointFunctionBackward":
+            if is_known or self in marks_of(node) or node.name() == "CheckpointFunctionBackward":
                 is_reached = True
             elif leaf is not None:
                 others.append(leaf)

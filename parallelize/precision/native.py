@@ -15,10 +15,10 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.cluster.world import World
-from parallelize.gradients.autograd_graph import mark_outputs, nodes_behind
+from parallelize.gradients.autograd_graph import marks_of, nodes_behind
 from parallelize.plugins.base import Amp, Session
 from parallelize.precision.levels import LeveledPrecision
-from parallelize.precision.loss_scaling import MARK, LossScaling, not_scaled
+from parallelize.precision.loss_scaling import LossScaling, not_scaled
 from parallelize.precision.weight_casting import HalfWeights, exempt_modules, stored_in_half
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
@@ -121,11 +121,23 @@ class NativeSession(Session):
             outputs = call(*args, **kwargs)
         if autocast is not _UNCHANGED:
             outputs = self._in_fp32(outputs)
-        if torch.is_grad_enabled() and (self.scaling or self.weights) is not None:
-            for node in mark_outputs(outputs, inputs=(args, kwargs), key=MARK, owner=self.scaling or self):
-                if MARK in node.metadata:
-                    node.register_prehook(self._before_backward)
         return outputs
+
+    @property
+    @override
+    def mark_owner(self) -> object | None:
+        """What searches for outputs: loss scaling, of several blocks; else the session, if it casts weights."""
+        if self.scaling is not None:
+            return self.scaling
+        return None if self.weights is None else self
+
+    @override
+    def watch_outputs(self, nodes: Sequence[Any]) -> None:
+        owner = self.mark_owner
+        for node in nodes:
+            # That of an input, which forward has returned, has no mark.
+            if owner in marks_of(node):
+                node.register_prehook(self._before_backward)
 
     @override
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +160,7 @@ class NativeSession(Session):
         half = [each for each in found if each.dtype is self.dtype]
         kept = [node for each in half if each.ndim and (node := each.grad_fn)]
         if kept and self._outputs == "fp32":
+            # There is no mark to search for: the block marks what this function returns.
             first = min(node._sequence_nr() for node in kept)  # nodes are numbered as they are made
             losses = [each.grad_fn for each in found if not each.ndim]
             kept = list(nodes_behind(losses, is_end=lambda node: node._sequence_nr() <= first))

@@ -36,7 +36,7 @@ __all__ = ["LoaderLoop", "LoaderWeights", "Pace"]
 
 
 class Pace(enum.Enum):
-    """Whether a loop takes batches in step with backward passes; drawn in the module's docstring."""
+    """Whether a loop takes batches in step with backward passes; drawn at the top of the file."""
 
     IN_STEP = enum.auto()
     AHEAD = enum.auto()
@@ -77,7 +77,8 @@ class LoaderLoop:
         """
         if self.pace is Pace.AMBIGUOUS:
             raise _batch_taken_ahead_error(
-                "a batch was taken before the backward pass of the previous one, and their weights differ"
+                "a batch was taken before the backward pass of the previous one, and their weights "
+                "differ"
             )
         self.awaits_backward = False
         self.has_trained = True
@@ -89,7 +90,9 @@ class LoaderLoop:
             SyncError: the last batch has a weight other than 1, and no backward pass yet.
         """
         if self.has_trained and self.awaits_backward and self.weight != 1.0:
-            raise _batch_taken_ahead_error("the loader was exhausted before the backward pass of the last batch")
+            raise _batch_taken_ahead_error(
+                "the loader was exhausted before the backward pass of the last batch"
+            )
 
     @property
     def needs_weight(self) -> bool:
@@ -142,9 +145,9 @@ class LoaderWeights:
         Raises:
             SyncError: they have different weights.
         """
-        weights = {loop.weight for loop in self.loops_of_loss}
-        if not weights:
+        if not self.loops_of_loss:
             return 1.0
+        weights = {loop.weight for loop in self.loops_of_loss}
         if len(weights) > 1:
             values = " and ".join(map(str, sorted(weights)))
             raise SyncError(
@@ -160,8 +163,10 @@ class LoaderWeights:
         self.loops.remove(loop)
         if loop.needs_weight:
             self.has_lost_weight = True
-        remaining = [other for other in self.loops_of_loss if other is not loop]
-        self.loops_of_loss = remaining or self.loops[-1:]
+        if loop in self.loops_of_loss:
+            self.loops_of_loss.remove(loop)
+        if not self.loops_of_loss:
+            self.loops_of_loss = self.loops[-1:]
 
     def refuse_lost_weight(self) -> None:
         """Refuse a pass after a loop that has ended before the passes of its batches.
@@ -171,7 +176,9 @@ class LoaderWeights:
         """
         if self.has_lost_weight and not self.loops:
             self.has_lost_weight = False
-            raise _batch_taken_ahead_error("the loop over a loader ended before the backward pass of its batches")
+            raise _batch_taken_ahead_error(
+                "the loop over a loader ended before the backward pass of its batches"
+            )
 
 
 def _batch_taken_ahead_error(event: str) -> SyncError:

@@ -15,7 +15,17 @@ from torch.autograd import backward as imported_backward
 from torch.autograd import grad as imported_grad
 from torch.utils.data import DataLoader, TensorDataset
 
-from parallelize import Amp, ConfigError, distributed, no_sync, parallel_model, rank, shard_loader, world_size
+from parallelize import (
+    Amp,
+    ConfigError,
+    all_reduce,
+    distributed,
+    no_sync,
+    parallel_model,
+    rank,
+    shard_loader,
+    world_size,
+)
 from parallelize.precision.native import NativePrecision
 
 pytestmark = []  # shown by workers
@@ -281,7 +291,57 @@ def masked_targets_count_nothing_although_the_divisor_is_clamped():
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
-def number_of_warnings(batches, *, loss):
+def detection(y, t, *, count=float):
+    """Return a loss over boxes and one over anchors, of unequal numbers, divided by `count` of them."""
+    is_box = t != PADDING
+    boxes = F.cross_entropy(y.transpose(1, 2), t.clamp(min=0), reduction="none") * is_box
+    anchors = F.smooth_l1_loss(y, torch.ones_like(y), reduction="none")
+    return boxes.sum() / count(is_box.sum()) + anchors.sum() / count(anchors.numel())
+
+
+def count_of_all_ranks(count):
+    """Return the number by which the warning advises to divide the sum of a term."""
+    return all_reduce(float(count), "mean")
+
+
+@check
+def terms_divided_by_the_counts_of_all_ranks_are_those_of_one_process():
+    """Each with its own count, by which ranks of equal weight differ; accumulated passes, too."""
+    found, expected = Net(), accumulate(Net(), detection, alone=True)
+    with parallel_model(found):
+        advised = accumulate(found, partial(detection, count=count_of_all_ranks))
+        unequal = accumulate(found, detection)
+        torch.optim.SGD(found.parameters(), 0.0).step()
+    torch.testing.assert_close(advised, expected, rtol=0, atol=1e-12)
+    assert (unequal[0] - expected[0]).abs().max() > 1e-3
+
+
+@check
+def the_warning_of_a_loss_of_several_counts_advises_what_works():
+    """It names no average that such a loss has none of, and is silent where its advice is followed."""
+    batches = [[micro_batch(rank(), 0)]] * 2
+    advice = "term.sum() / parallelize.all_reduce(float(count), 'mean')"
+    assert number_of_warnings(batches, loss=detection, advice=advice) == (rank() == 0)
+    assert number_of_warnings(batches, loss=partial(detection, count=count_of_all_ranks)) == 0
+    with pytest.raises(ConfigError, match="terms that average over") as caught:
+        train(loss=detection)
+    assert advice in caught.value.faults[0].fix
+
+
+@check
+def a_term_of_equal_counts_does_not_hide_another_one():
+    """Whichever of the two is the first in the loss."""
+    for order in (1, -1):
+
+        def loss(y, t, order=order):
+            terms = [y[:1].square().mean(), per_token(F.cross_entropy, y, t)][::order]
+            return sum(terms)
+
+        batches = [[micro_batch(rank(), 0)]]
+        assert number_of_warnings(batches, loss=loss, advice="all_reduce") == (rank() == 0)
+
+
+def number_of_warnings(batches, *, loss, advice="average='tokens'"):
     """Train on the batches of each step; return how often this rank is warned of unequal targets."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -293,7 +353,8 @@ def number_of_warnings(batches, *, loss):
                     (loss(net(x), t) / len(passes)).backward()
                 optimizer.step()
     messages = [str(each.message) for each in caught if "different numbers of targets" in str(each.message)]
-    assert all("average='tokens'" in each for each in messages)
+    assert all(advice in each for each in messages)
+    assert advice == "average='tokens'" or not any("average='tokens'" in each for each in messages)
     return len(messages)
 
 

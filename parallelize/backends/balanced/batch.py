@@ -145,7 +145,7 @@ def joined_outputs(outputs: Sequence[Any], dims: Dims, *, batch: Batch, device: 
             return first
         if _is_loss(first):
             weights, count = join_weights(column, samples=batch.sizes(len(outputs)), inputs=batch.inputs)
-            if count.kind != "unknown" or all(_is_equal(first, each) for each in column):
+            if count.reduction != "unknown" or all(_is_equal(first, each) for each in column):
                 return _sum(column, weights, count, device)
             why = "the number of targets that it averages over is not known"
         elif dim is None:

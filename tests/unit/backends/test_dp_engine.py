@@ -122,7 +122,7 @@ def test_losses_add_up_to_that_of_the_batch(loss_of: Any, kind: str, count: floa
 
 
 def joined_name(loss_of: Any, logits: torch.Tensor) -> str:
-    return loss_counts([loss_of(logits, TARGETS)], is_in_model=True)[0].loss
+    return loss_counts([loss_of(logits, TARGETS)], is_in_model=True)[0].operation
 
 
 def test_penalties_are_not_added_up() -> None:

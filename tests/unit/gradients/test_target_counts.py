@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.gradients.autograd_graph import MODELS_KEY, mark_outputs
+from parallelize.gradients.autograd_graph import mark_outputs
 from parallelize.gradients.target_counts import LossCount, attach_count, loss_counts, required_count
 
 T = torch.tensor([0, 1, -100, 2, 3, -100])
@@ -50,7 +50,7 @@ LOSSES = {
 def outputs():
     """Return the outputs of a model."""
     x = torch.randn(6, 5, requires_grad=True) * 1
-    mark_outputs({"logits": [x]}, inputs=(), key=MODELS_KEY, owner="net")
+    mark_outputs({"logits": [x]}, inputs=(), owners=["net"])
     return x
 
 
@@ -88,7 +88,7 @@ class Custom(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("loss", "kind"),
+    ("loss", "reduction"),
     [
         (lambda x: x.sum(), "sum"),
         (lambda x: F.mse_loss(x, ONES, reduction="sum") * 2, "sum"),
@@ -101,10 +101,10 @@ class Custom(torch.autograd.Function):
         (lambda x: x.mean(1), "unknown"),
     ],
 )
-def test_other_losses_have_no_count(loss, kind):
+def test_other_losses_have_no_count(loss, reduction):
     """Sums, custom functions and functions that are not linear in a loss."""
     (found,) = loss_counts([loss(outputs())])
-    assert (found.kind, found.count) == (kind, None)
+    assert (found.reduction, found.count) == (reduction, None)
 
 
 def test_a_given_count_is_used():
