@@ -175,10 +175,7 @@ class WithPooler(nn.Module):
         return self.pooler(y) if self.uses_all else y
 
 
-late = known("buckets are sent in the order of registration")
-
-
-@pytest.mark.parametrize("uses_all", [True, pytest.param(False, marks=late)])
+@pytest.mark.parametrize("uses_all", [True, False])
 def test_gradients_are_sent_while_backward_runs(uses_all: bool) -> None:
     """Also with a parameter that has no gradient: nearly all buckets are under way when the first layer's begins."""
 
@@ -202,14 +199,39 @@ def test_gradients_are_sent_while_backward_runs(uses_all: bool) -> None:
         assert min(counts) >= 6
 
 
-@known("every bucket keeps a copy of its gradients until the end of backward")
+def test_the_kernels_of_a_bucket() -> None:
+    """One copies its gradients, one computes the means on the way, and one copies these back."""
+    names = ["aten::cat", "a collective", "copy_"]  # of one gradient; CUDA copies all of a bucket by one kernel
+    others = ["aten::mul", "aten::mul_", "aten::div", "aten::div_", "aten::_to_copy"]
+
+    @distributed(gpus=2)
+    def kernels() -> list[int]:
+        from fake_cuda.counters import launches
+
+        model, counts = Deep(6), []
+        with parallel_model(model, backend=DDPBackend(bucket_cap_mb=0.9)):
+            for _ in range(4):
+                loss = model(torch.ones(2, 512, device=device())).sum()
+                before = [launches(name) for name in names + others]
+                loss.backward()
+                counts = [launches(name) - count for name, count in zip(names + others, before, strict=True)]
+                for parameter in model.parameters():
+                    parameter.grad = None
+        return counts
+
+    for counts in kernels.all_ranks():
+        assert dict(zip(names + others, counts, strict=True)) == dict.fromkeys(names, 6) | dict.fromkeys(others, 0)
+
+
 def test_the_peak_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients, and a bucket or two beside them."""
+    """Gradients, and a bucket or two beside them, if the means are there when the next bucket is complete."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
     @distributed(gpus=2)
     def peak_of_gradients() -> float:
         model = Deep(16)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda _: torch.cuda.synchronize())
         with parallel_model(model, backend=DDPBackend(bucket_cap_mb=1.1)):
             for _ in range(3):
                 for parameter in model.parameters():
@@ -311,3 +333,25 @@ def test_a_forward_on_another_stream() -> None:
 
     first, *_, last = train()
     assert last < first
+
+
+def test_work_on_the_stream_of_the_forward() -> None:
+    """It gets no memory that gradients were sent in while another stream copies their means."""
+
+    @distributed(gpus=2)
+    def train() -> float:
+        model, side = Deep(4), torch.cuda.Stream()
+        x = torch.ones(2, 512, device=device()) * (1 + rank())
+        with parallel_model(model, backend=DDPBackend(bucket_cap_mb=0.9)):
+            side.wait_stream(torch.cuda.current_stream())
+            for _ in range(4):
+                with torch.cuda.stream(side):
+                    loss = model(x).square().mean()
+                torch.cuda.current_stream().wait_stream(side)
+                loss.backward()
+                with torch.cuda.stream(side):
+                    noise = [torch.zeros(512 * 512 + 1, device=device()) for _ in range(8)]
+                del noise
+            return model.layers[0].weight.grad.norm().item()
+
+    assert train() > 0
