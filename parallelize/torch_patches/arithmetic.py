@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["deterministic_kernels", "use_full_fp32"]
-
 
 def use_full_fp32() -> None:
     """Compute products of matrices in full fp32, for the rest of this process.

@@ -1,13 +1,16 @@
 """The one replacement of torch.autograd.backward: subscribers run around each backward pass.
 
     loss.backward()
-    └── weigh          starts the pass from the weight of its loss
-        └── scale      ... times the loss scale; unscales the gradients at its end
-            └── reduce     averages the gradients over the ranks when the pass has ended
-                └── record     keeps the value of the loss, for train.compare
-                    └── torch's own backward
+    └── BEGIN              sees the pass as the user has called it, or refuses it
+        └── WEIGH              starts the pass from the weight of its targets or its sum
+            └── WEIGH_BATCH        ... else from that of its batch, which may be short
+                └── SCALE              ... times the loss scale; unscales the gradients at its end
+                    └── REDUCE             averages the gradients over the ranks when it has ended
+                        └── RECORD             keeps the value of the loss, for train.compare
+                            └── torch's own backward
 
-A pass inside another one (a reentrant checkpoint, torch for a subclass of Tensor) belongs to that one.
+A pass inside another one belongs to that one: a reentrant checkpoint makes such passes, and torch
+for a subclass of Tensor.
 """
 
 from __future__ import annotations
@@ -26,25 +29,13 @@ from torch.autograd.graph import GradientEdge
 
 from parallelize.torch_patches.private import replace_attribute
 
-__all__ = [
-    "Order",
-    "Pass",
-    "Root",
-    "Roots",
-    "Run",
-    "as_roots",
-    "at_end_of_backward",
-    "is_in_backward",
-    "subscribed",
-]
-
 Root = torch.Tensor | GradientEdge
 """Where a backward pass starts."""
 Roots = tuple[Root, ...]
 
 
 class Order(enum.IntEnum):
-    """When a subscriber runs: lower ones around higher ones, earlier ones around later ones."""
+    """When a subscriber runs: lower ones around higher ones, and those of one place as entered."""
 
     BEGIN = 0
     WEIGH = 1
@@ -72,20 +63,30 @@ class Pass:
 
 
 Run = Callable[[Pass], None]
+"""Goes on with a pass: the subscribers that are left, then torch."""
 Subscriber = Callable[[Pass, Run], None]
 
 
-class _Running(threading.local):
-    is_patched = False  # whether this thread is in a pass that the subscribers see
+class _ThreadState(threading.local):
+    """What this thread does.
+
+    Attributes:
+        is_in_pass: whether it is in a pass that the subscribers see.
+    """
+
+    is_in_pass = False
 
 
-_running = _Running()
+_thread = _ThreadState()
 # Global, because torch.autograd.backward belongs to the process.
 _subscribers: list[tuple[Order, Subscriber]] = []
-_installed = contextlib.ExitStack()  # holds the replacement while there are subscribers
+# Holds the replacement of torch.autograd.backward while there are subscribers.
+_replacement = contextlib.ExitStack()
 
 
-def _patch(original: Callable[..., None]) -> Callable[..., None]:
+def _backward_with_subscribers(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the function that stands for torch.autograd.backward."""
+
     @functools.wraps(original)
     def backward(  # noqa: PLR0917  # torch's own signature
         tensors: Any,
@@ -95,28 +96,41 @@ def _patch(original: Callable[..., None]) -> Callable[..., None]:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        given = grad_tensors if grad_variables is None else grad_variables  # the deprecated name
-        roots = None if inputs is None else as_roots(inputs)  # a generator is read once
-        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": roots}
-        both = grad_tensors is not None and grad_variables is not None  # torch raises
-        if both or not _subscribers or _running.is_patched or is_in_backward():
+        options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
+        options["inputs"] = None
+        if inputs is not None:
+            # Torch reads a generator once, and subscribers read the inputs before it does.
+            options["inputs"] = as_roots(inputs)
+        is_nested = _thread.is_in_pass or is_in_backward()
+        # Torch's error for both names of one argument is better than ours would be.
+        is_refused = grad_tensors is not None and grad_variables is not None
+        if is_refused or is_nested or not _subscribers:
             original(tensors, grad_tensors, grad_variables=grad_variables, **options)
             return
-        found = [each for _, each in _subscribers]
-
-        def run(each: Pass, index: int = 0) -> None:
-            if index < len(found):
-                found[index](each, functools.partial(run, index=index + 1))
-            else:
-                original(each.roots, each.gradients, **each.options)
-
-        _running.is_patched = True
+        gradients = grad_tensors
+        if grad_variables is not None:  # the deprecated name
+            gradients = grad_variables
+        _thread.is_in_pass = True
         try:
-            run(Pass(as_roots(tensors), given, options))
+            _run_subscribers(original, Pass(as_roots(tensors), gradients, options))
         finally:
-            _running.is_patched = False
+            _thread.is_in_pass = False
 
     return backward
+
+
+def _run_subscribers(original: Callable[..., None], first_pass: Pass) -> None:
+    """Run a pass through the subscribers, one inside the other, and torch inside the last."""
+    # One that a subscriber adds or removes meanwhile changes the next pass.
+    subscribers = tuple(subscriber for _, subscriber in _subscribers)
+
+    def run_from(position: int, backward_pass: Pass) -> None:
+        if position == len(subscribers):
+            original(backward_pass.roots, backward_pass.gradients, **backward_pass.options)
+        else:
+            subscribers[position](backward_pass, functools.partial(run_from, position + 1))
+
+    run_from(0, first_pass)
 
 
 @contextlib.contextmanager
@@ -128,9 +142,8 @@ def subscribed(order: Order, subscriber: Subscriber) -> Iterator[None]:
         subscriber: calls `run` once, with the pass or a changed one.
     """
     if not _subscribers:
-        _installed.enter_context(
-            replace_attribute(torch.autograd, "backward", _patch(torch.autograd.backward))
-        )
+        backward = _backward_with_subscribers(torch.autograd.backward)
+        _replacement.enter_context(replace_attribute(torch.autograd, "backward", backward))
     entry = (order, subscriber)
     _subscribers.append(entry)
     _subscribers.sort(key=itemgetter(0))
@@ -139,7 +152,7 @@ def subscribed(order: Order, subscriber: Subscriber) -> Iterator[None]:
     finally:
         _subscribers.remove(entry)
         if not _subscribers:
-            _installed.close()
+            _replacement.close()
 
 
 def is_in_backward() -> bool:
@@ -148,10 +161,15 @@ def is_in_backward() -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Queue a callback for the end of the running backward pass, as DDP's reducer does."""
+    """Queue a callback for the end of the running backward pass, as DDP's reducer does.
+
+    Outside of a pass, torch raises an error.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def as_roots(tensors: Any) -> Roots:
-    """Return the first argument of torch.autograd.backward or grad as a tuple."""
-    return (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
+    """Return the roots of a backward pass as a tuple: torch takes one root, or several."""
+    if isinstance(tensors, (torch.Tensor, GradientEdge)):
+        return (tensors,)
+    return tuple(tensors)

@@ -11,8 +11,6 @@ import torch
 
 from parallelize.torch_patches.private import replace_attribute
 
-__all__ = ["clipping_instead"]
-
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 
 

@@ -1,4 +1,4 @@
-"""Exclusion of this package from torch.compile: the user's model is compiled, the code around it is not."""
+"""torch.compile compiles the user's model, and not the code of this package around it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["exclude_package", "traceable"]
-
 
 @functools.cache
 def exclude_package() -> None:
     """Make dynamo skip every frame of this package, from now on.
 
-    A graph starts at the user's forward. The code between the compiled call and that forward calls collectives, and
-    replaces parameters by their casts.
+    A graph starts at the user's forward. The code between the compiled call and that forward calls
+    collectives, and replaces parameters by their casts: it would break the graph at each of them.
     """
-    # Imported lazily, because the import takes a second; constructing the first optimizer or DDP imports it anyway.
+    # The import takes a second. It is no loss here: the first optimizer or DDP imports it anyway.
     import torch._dynamo
 
     trace_rules: Any = torch._dynamo.trace_rules
@@ -25,9 +23,10 @@ def exclude_package() -> None:
 
 
 def traceable(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that a compiled model traces even if its code is torch's own, such as nn.Sequential's forward.
+    """Return a method that a compiled model traces, also one of torch's own, as of nn.Sequential.
 
-    Dynamo skips frames of torch.nn unless a traced frame calls them, and all frames of this package.
+    Dynamo skips frames of torch.nn unless a traced frame calls them. In a block, the frame that
+    calls them is this package's, which it skips: the model would not be compiled at all.
     """
     from torch._dynamo import external_utils, trace_rules
 
@@ -35,7 +34,6 @@ def traceable(method: Callable[..., Any]) -> Callable[..., Any]:
     if function is None or not trace_rules.check(function):
         return method
     inlined: Any = external_utils.wrap_inline(function)
-    inlined.__code__ = (
-        inlined.__code__.replace()
-    )  # dynamo limits the number of graphs per code object
+    # Dynamo limits the number of graphs of a code object, which all models would share.
+    inlined.__code__ = inlined.__code__.replace()
     return types.MethodType(inlined, getattr(method, "__self__", None))

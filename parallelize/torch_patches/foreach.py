@@ -7,11 +7,9 @@ from typing import Any
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
 
-__all__ = ["allow_in_lists"]
-
 
 def allow_in_lists(*classes: type) -> None:
-    """Let tensors of these classes be updated and clipped list by list, for the rest of this process.
+    """Let tensors of these classes be updated and clipped in lists, until this process ends.
 
     torch takes only its own classes, and others one by one, which costs a kernel, or a collective,
     for each tensor. Tensors of these classes may outlive a block, so that none is ever removed.

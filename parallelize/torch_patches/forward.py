@@ -29,24 +29,23 @@ from torch.nn.parallel import DistributedDataParallel
 from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.private import replace_attribute
 
-__all__ = [
-    "Route",
-    "SplitAtBuckets",
-    "overlapping_route",
-    "packed_lengths_on_cpu",
-    "route_of",
-    "routed_models",
-    "watching_registrations",
-]
-
 _GETSTATE = "__getstate__"
+# Smaller buckets would have torch.compile make a graph of each layer.
+_LEAST_BUCKET_BYTES = 2**20
 
 # Global, because models belong to the process, not to a context or a thread.
 _routes: weakref.WeakSet[Route] = weakref.WeakSet()
 
 
-class _InEngine(threading.local):
-    is_true = False  # whether this thread runs the engine's forward
+class _ThreadState(threading.local):
+    """What a thread does with one route.
+
+    Attributes:
+        is_in_engine: whether it runs the engine's forward. The user's code may call routed methods
+            there: those calls are of the plain model.
+    """
+
+    is_in_engine = False
 
 
 class Route:
@@ -56,7 +55,7 @@ class Route:
         model: the user's model.
         methods: name -> the original method; {}: the model is in a block, and not routed.
         call: runs a routed call, with the method's name and the arguments.
-        bind: returns the original method of this name, bound to the model, a copy or a replica of it.
+        bind: returns the original method of a name, bound to the model, a copy or a replica.
         owner: what the block knows of the model: `session`, `engine`, `no_sync()`.
     """
 
@@ -69,31 +68,39 @@ class Route:
         bind: Callable[[str, nn.Module], Callable[..., Any]],
         owner: Any,
     ) -> None:
-        self.model, self.owner = model, owner
-        self._methods, self._call, self._bind = methods, call, bind
-        self._in_engine = _InEngine()
-        self._shadowed: dict[str, Any] = {}
+        self.model = model
+        self.owner = owner
+        self._methods = methods
+        self._call = call
+        self._bind = bind
+        self._thread = _ThreadState()
+        # Attributes of the instance, by name: the user's, and ours which hide them.
+        self._hidden: dict[str, Any] = {}
         self._installed: dict[str, Any] = {}
 
     def install(self) -> None:
         """Set the routed methods on the instance, where they take precedence over the class's."""
-        model, functions = self.model, {name: self._routed(name) for name in self._methods}
+        functions = {name: self._routed(name) for name in self._methods}
         if functions:
             functions[_GETSTATE] = self._getstate()
-        self._installed = {name: types.MethodType(each, model) for name, each in functions.items()}
-        self._shadowed = {
-            name: model.__dict__[name] for name in functions if name in model.__dict__
-        }
-        model.__dict__.update(self._installed)  # not by setattr: a class may override __setattr__
+        # Not by setattr: a class may override __setattr__.
+        attributes = self.model.__dict__
+        for name, function in functions.items():
+            if name in attributes:
+                self._hidden[name] = attributes[name]
+            self._installed[name] = types.MethodType(function, self.model)
+        attributes.update(self._installed)
         _routes.add(self)
 
     def uninstall(self) -> None:
-        """Restore the instance's attributes, except methods that the user has replaced meanwhile."""
-        namespace = self.model.__dict__
+        """Restore the instance's attributes; methods that the user has replaced meanwhile stay."""
+        attributes = self.model.__dict__
         for name, routed in self._installed.items():
-            if namespace.get(name) is routed:
-                del namespace[name]
-                namespace.update({name: self._shadowed[name]} if name in self._shadowed else {})
+            if attributes.get(name) is not routed:
+                continue
+            del attributes[name]
+            if name in self._hidden:
+                attributes[name] = self._hidden[name]
         self._installed = {}
         _routes.discard(self)
 
@@ -105,17 +112,18 @@ class Route:
         """
 
         def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # On a copy, after the block and in a nested call: the original.
-            if model is not self.model or not self._installed or self._in_engine.is_true:
+            is_copy = model is not self.model
+            is_after_block = not self._installed
+            if is_copy or is_after_block or self._thread.is_in_engine:
                 return self._bind(method, model)(*args, **kwargs)
-            self._in_engine.is_true = True
+            self._thread.is_in_engine = True
             try:
                 return self._call(method, args, kwargs)
             finally:
-                self._in_engine.is_true = False
+                self._thread.is_in_engine = False
 
-        found = self._methods[method]
-        functools.update_wrapper(forward, getattr(found, "__func__", found))
+        original = self._methods[method]
+        functools.update_wrapper(forward, getattr(original, "__func__", original))
         forward.__name__ = method
         # torch.compile of the model breaks the graph here, and compiles the user's forward inside.
         disable: Any = torch.compiler.disable
@@ -126,17 +134,18 @@ class Route:
         """Build a `__getstate__` that leaves the route out of copies and pickles of the model."""
 
         def getstate(model: nn.Module) -> Any:
-            shadowed = self._shadowed.get(_GETSTATE)
-            kind: Any = type(model)
-            state = shadowed() if shadowed is not None else kind.__getstate__(model)
+            if _GETSTATE in self._hidden:
+                state = self._hidden[_GETSTATE]()
+            else:
+                model_class: Any = type(model)
+                state = model_class.__getstate__(model)
             if not isinstance(state, dict):
                 return state
-            kept = {
-                name: value
-                for name, value in state.items()
-                if value is not self._installed.get(name)
-            }
-            return {**kept, **self._shadowed}
+            kept = dict(state)
+            for name, routed in self._installed.items():
+                if kept.get(name) is routed:
+                    del kept[name]
+            return {**kept, **self._hidden}
 
         getstate.__name__ = _GETSTATE
         return getstate
@@ -158,13 +167,15 @@ def routed_models() -> list[nn.Module]:
 
 def overlapping_route(model: nn.Module) -> Route | None:
     """Return the route of a model in a block that shares a module or parameter with `model`."""
-    parts = {id(part) for part in (*model.modules(), *all_parameters(model))}
+    parts = _ids_of_parts(model)
     for route in tuple(_routes):
-        if any(
-            id(part) in parts for part in (*route.model.modules(), *all_parameters(route.model))
-        ):
+        if not parts.isdisjoint(_ids_of_parts(route.model)):
             return route
     return None
+
+
+def _ids_of_parts(model: nn.Module) -> set[int]:
+    return {id(part) for part in (*model.modules(), *model.parameters())}
 
 
 @contextlib.contextmanager
@@ -188,7 +199,8 @@ class SplitAtBuckets:
     """
 
     def __init__(self, bucket_bytes: float) -> None:
-        self._stand_in: Any = SimpleNamespace(bucket_bytes_cap=max(int(bucket_bytes), 2**20))
+        cap = max(int(bucket_bytes), _LEAST_BUCKET_BYTES)
+        self._stand_in: Any = SimpleNamespace(bucket_bytes_cap=cap)
 
     def __enter__(self) -> None:
         """Set the stand-in."""
@@ -208,8 +220,8 @@ def packed_lengths_on_cpu() -> Iterator[None]:
     rnn: Any = torch._VF  # `torch.nn.utils.rnn` looks the function up here
     original = rnn._pack_padded_sequence
 
-    def pack(data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001 - torch's
-        return original(data, lengths.cpu(), batch_first)
+    def pack(data: torch.Tensor, lengths: torch.Tensor, *options: Any) -> Any:
+        return original(data, lengths.cpu(), *options)
 
     with replace_attribute(rnn, "_pack_padded_sequence", pack):
         yield

@@ -3,7 +3,9 @@
     part 0 ──> loss of part 0 ──┐
       └─┐                       ├──> loss
     part 1 ──> loss of part 1 ──┘
-      └─┴──> joined                  grad(loss, joined) = joined(grad(loss, part 0), grad(loss, part 1))
+      └─┴──> joined
+
+    grad(loss, joined)  =  cat([grad(loss, part 0), grad(loss, part 1)])
 
 The loss is computed from the parts. Without this, torch finds no path to the joined tensor, which
 is what the user's code has, and raises.
@@ -22,8 +24,6 @@ from torch.autograd.graph import GradientEdge
 
 from parallelize.torch_patches.backward import Root, as_roots
 from parallelize.torch_patches.private import replace_attribute
-
-__all__ = ["Parts", "gradients_by_parts"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def gradients_by_parts(parts_of: Callable[[Root], Parts | None]) -> Iterator[Non
 
 
 def _joined(gradients: Iterator[Any], parts: Parts | None) -> Any:
-    """Take the gradients of one input, and return its own: None if the outputs do not depend on it."""
+    """Take the gradients of one input's parts, and return its own; None: the loss has none."""
     if parts is None:
         return next(gradients)
     gradients_of_parts = [next(gradients) for _ in parts.edges]

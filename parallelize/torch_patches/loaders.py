@@ -21,15 +21,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from parallelize.torch_patches.private import replace_attribute, unsupported
 
-__all__ = [
-    "LoaderWatcher",
-    "set_worker_info",
-    "shown_worker_info",
-    "unwatched",
-    "unwatched_batches",
-    "watching_loaders",
-]
-
 T = TypeVar("T")
 
 
@@ -81,7 +72,8 @@ def unwatched_batches(batches: Iterable[T]) -> Iterator[T]:
 @contextlib.contextmanager
 def watching_loaders(watcher: LoaderWatcher) -> Iterator[None]:
     """Tell a watcher of the DataLoaders that are iterated in the context."""
-    begin, draw = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+    begin = DataLoader.__iter__
+    draw = _BaseDataLoaderIter.__next__
     before_batch = watcher.before_batch
 
     @functools.wraps(begin)

@@ -1,7 +1,11 @@
-"""torch's own collectives of Python objects, as those of torch.distributed.checkpoint: their pickles are signed.
+"""The pickles of torch's own collectives of Python objects are signed.
 
-torch pickles in `_object_to_tensor`, and unpickles whatever comes in `_tensor_to_object` (distributed_c10d.py). Without
-this, a stranger who connects to the ranks as one of them runs code on the others.
+    all_gather_object(...)       also those of torch.distributed.checkpoint
+    ├── _object_to_tensor        32 bytes of an HMAC, then torch's pickle
+    └── _tensor_to_object        unpickles what has the HMAC of this run, and raises at all else
+
+torch unpickles whatever comes (distributed_c10d.py). Without this, a stranger who connects to the
+ranks as one of them runs code on the others.
 """
 
 from __future__ import annotations
@@ -18,20 +22,19 @@ import torch.distributed as dist
 from parallelize.errors import SyncError
 from parallelize.torch_patches.private import replace_attribute
 
-__all__ = ["signed_objects"]
-
 _MAC_BYTES = 32
 
 
 @contextlib.contextmanager
 def signed_objects(key: bytes) -> Iterator[None]:
-    """In the block, put an HMAC-SHA256 before each pickle that torch sends, and unpickle nothing without one.
+    """In the block, put an HMAC before each pickle that torch sends, and unpickle none without it.
 
     Args:
         key: of the run; all ranks of torch's collectives are in such a block, with the same key.
     """
     torch_module: Any = dist.distributed_c10d
-    to_tensor, to_object = torch_module._object_to_tensor, torch_module._tensor_to_object
+    to_tensor = torch_module._object_to_tensor
+    to_object = torch_module._tensor_to_object
 
     def mac_of(content: bytes) -> bytes:
         return hmac.digest(key, b"torch object" + content, "sha256")
@@ -46,12 +49,15 @@ def signed_objects(key: bytes) -> Iterator[None]:
     @functools.wraps(to_object)
     def verified(tensor: torch.Tensor, size: Any, *args: Any) -> Any:
         message = tensor.cpu().numpy().tobytes()[: int(size)]
-        mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
+        mac = message[:_MAC_BYTES]
+        content = message[_MAC_BYTES:]
         if not hmac.compare_digest(mac, mac_of(content)):
             raise SyncError(
                 "an object that torch has received was not sent by this run, and is not read",
-                why="its HMAC is not one under this run's key: a process that is no rank may have connected",
-                fix="keep strangers off the network of the ranks; call collectives of objects in the run on all ranks",
+                why="its HMAC is not one under this run's key: a process that is no rank may have "
+                "connected",
+                fix="keep strangers off the network of the ranks; call collectives of objects in "
+                "the run on all ranks",
             )
         return to_object(tensor[_MAC_BYTES:], int(size) - _MAC_BYTES, *args)
 

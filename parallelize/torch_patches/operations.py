@@ -3,8 +3,8 @@
     torch.add(a, b)             before_operations: Python functions, with the user's own tensors
     └── aten::add.Tensor        before_writes: what autograd and autocast have made of them
 
-Both are torch's own modes. They belong to the thread, and slow each operation down: only the context
-that needs one is in it.
+Both are torch's own modes. They belong to the thread, and slow each operation down: only what needs
+one is in it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["Arguments", "before_operations", "before_writes"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of an operation."""

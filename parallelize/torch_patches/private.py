@@ -15,8 +15,6 @@ import torch
 
 from parallelize.errors import ConfigError
 
-__all__ = ["replace_attribute", "unsupported"]
-
 
 @contextlib.contextmanager
 def replace_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
@@ -41,6 +39,7 @@ def unsupported(feature: str, *, instead: str) -> ConfigError:
     """Build the error for a feature whose private part of torch this release calls differently."""
     return ConfigError(
         f"{feature} with torch {torch.__version__}",
-        why="it relies on private parts of torch that this release calls differently, so training would be wrong",
+        why="it relies on private parts of torch that this release calls differently, so training "
+        "would be wrong",
         fix=f"{instead}; or install a torch that README lists as tested, or a newer parallelize",
     )

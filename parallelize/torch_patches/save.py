@@ -35,8 +35,6 @@ import torch.distributed as dist
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.whole_file import TemporaryFile, temporary_file
 
-__all__ = ["atomic_saves"]
-
 _VERSION = struct.Struct("<16sq")  # digest of a path, and how often it was saved
 _NAME = "parallelize-saves"
 

@@ -1,4 +1,4 @@
-"""What sees gradients in backward, where loss scaling has multiplied them: tensor hooks, GradScaler."""
+"""What sees gradients in backward, where loss scaling has multiplied them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from parallelize.torch_patches.private import replace_attribute
-
-__all__ = ["before_grad_scaler", "refusing_tensor_hooks"]
 
 _METHODS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 

@@ -4,7 +4,7 @@
     │   the user's hooks of all optimizers, from before the block
     ├── BeforeStep.WATCH     counts the collectives of the user's code, before those of a check
     ├── BeforeStep.SCALE     fp16: refuses a closure, or lets a step with inf change nothing
-    ├── BeforeStep.PLACE     engines: the state lies where the parameters do; lost gradients are refused
+    ├── BeforeStep.PLACE     engines: state follows parameters; lost gradients are refused
     ├── BeforeStep.VERIFY    compares gradients of the ranks, also those of each call of a closure
     │   hooks of this optimizer: those of fsdp, and the user's
     │       the step itself
@@ -15,9 +15,11 @@
     ├── AfterStep.MEASURE    takes the time, before a subscriber that reads all weights
     └── AfterStep.RECORD     keeps gradients and weights for train.compare, and may end the function
 
-The order is not that in which contexts are entered: "auto" builds an engine on the first batch, when
-the checks of the block are active already, and blocks lie in blocks. VERIFY is the last before a step,
-because only it waits for other ranks: a step that this rank refuses is refused without it.
+The order is not that in which contexts are entered: "auto" builds an engine on the first batch,
+when the checks of the block are active already, and blocks lie in blocks. WATCH must not count what
+VERIFY sends. SCALE refuses a closure as the user has passed it, and VERIFY replaces it. VERIFY is
+the last before a step, because only it waits for other ranks: a step that all ranks refuse is
+refused without it.
 """
 
 from __future__ import annotations
@@ -34,18 +36,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
-
-__all__ = [
-    "AfterStep",
-    "BeforeStep",
-    "Closure",
-    "StepArguments",
-    "StepCount",
-    "after_step",
-    "before_step",
-    "change_closure",
-    "parameters_of",
-]
 
 Closure = Callable[..., Any]
 """Function that computes the gradients of an optimizer's step, and returns the loss."""

@@ -1,4 +1,4 @@
-"""A file that is replaced as a whole: written under a temporary name beside the target, then renamed.
+"""A file that is replaced as a whole: written beside the target under another name, then renamed.
 
     .last.pt.gpu1.5f0c9a7e12345678.tmp    made for this save alone, and locked while it is written
     last.pt                               the same file after the rename
@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-
-__all__ = ["SUFFIX", "TemporaryFile", "fsync", "remove_unused", "temporary_file"]
 
 SUFFIX = ".tmp"
 _DAY_S = 24 * 3600.0
@@ -55,7 +53,7 @@ class TemporaryFile:
 
 @contextlib.contextmanager
 def temporary_file(target: Path, token: str = "") -> Iterator[TemporaryFile]:
-    """Make a file beside `target` that this block alone writes; it is removed if it replaces nothing.
+    """Make a file beside `target` for this block alone; it is removed if it replaces nothing.
 
     Args:
         target: the file to replace, not a link.

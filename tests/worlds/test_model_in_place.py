@@ -130,6 +130,30 @@ def a_forward_on_the_instance_is_the_one_that_runs() -> None:
     assert vars(model)["forward"] is found
 
 
+class Cached(Mlp):
+    """Has an attribute that is None until it is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = torch.ones(())
+        return self.scale * self.head(self.encode(x))
+
+
+@check
+def copies_have_attributes_that_are_none() -> None:
+    """A copy and a pickle of a model in a block have all of its attributes, and run."""
+    model = Cached()
+    with parallel_model(model):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for copied in copies:
+            assert vars(copied).keys() == vars(Cached()).keys()
+            copied(inputs())
+
+
 @check
 def backward_decides_whether_gradients_are_averaged() -> None:
     """no_sync around the forward alone leaves nothing local; around the backward alone, it does."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from parallelize import distributed, parallel_model, rank
+from parallelize import DDPBackend, distributed, parallel_model, rank
 
 pytestmark = pytest.mark.slow
 
@@ -114,3 +114,20 @@ def test_a_plain_model_compiles_after_a_block_with_amp() -> None:
         model.compile(backend=graphs)
         F.mse_loss(model(torch.zeros(2, 3)), torch.ones(2, 2)).backward()
     assert graphs.frame_count == 1
+
+
+def test_graphs_are_split_at_buckets() -> None:
+    """A compiled model is a graph for each bucket, whose gradients are sent while backward computes the next."""
+
+    @distributed(processes=2, backend=DDPBackend(bucket_cap_mb=1))
+    def run() -> int:
+        from torch._dynamo.testing import CompileCounterWithBackend
+
+        graphs = CompileCounterWithBackend("eager")
+        model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each
+        with parallel_model(model):
+            model.compile(backend=graphs)
+            model(torch.full((2, 600), rank() + 1.0)).mean().backward()
+        return graphs.frame_count
+
+    assert run.all_ranks() == [3, 3]
