@@ -1,41 +1,45 @@
-"""parallel_model: context manager in which a model's forward and backward run in parallel."""
+"""parallel_model: context manager in which a model's forward and backward run in parallel.
+
+What is entered, from top to bottom, and undone from bottom to top:
+
+    run_of_block              the run of the surrounding function, or one for this block
+    check_models, refuse_...  everything that can be refused, before anything is changed
+    _in_block                 forgotten loaders are told, steps outside of blocks are not
+    _move_to_device           (stays: the trained model is on the training device)
+    same_bits                 logical= only
+    _open_precision           may cast weights; Apex replaces forward
+    Block.running             engines, routes, averaging and verification: see block/block.py
+    random_numbers_per_rank   the ranks draw numbers of their own
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import override
 
-from parallelize.agreement.fingerprint import require_same_model
 from parallelize.agreement.random_numbers import random_numbers_per_rank
-from parallelize.agreement.unsynced_training import warn_if_unsynced
-from parallelize.backends.broadcast import broadcast_from_rank_0
-from parallelize.backends.logical import PartsOfBlock, same_bits
-from parallelize.block.block import Block
+from parallelize.backends.logical import same_bits
+from parallelize.block.block import Block, BlockOptions
 from parallelize.block.context import ModelContext, model_context
-from parallelize.block.models import LeafTensor, check_models
-from parallelize.cluster.devices import probe
-from parallelize.cluster.environment import detect
-from parallelize.cluster.world import World
-from parallelize.config.config import Config
-from parallelize.config.layout import compute_layout
+from parallelize.block.engines import build_engine
+from parallelize.block.models import LeafTensor, as_model, check_models
+from parallelize.block.refusals import refuse_contradictions
+from parallelize.block.run_of_block import run_of_block
 from parallelize.data.forgotten import telling_forgotten_loaders
 from parallelize.errors import ConfigError
 from parallelize.gradients.averaging import Average
-from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction, Session
+from parallelize.plugins.base import Session
 from parallelize.plugins.options import choice, flag
 from parallelize.run import context
 from parallelize.run.context import Runtime
-from parallelize.run.rng import seed_generators
 from parallelize.torch_patches.compile import exclude_package
 from parallelize.torch_patches.forward import route_of
-from parallelize.torch_patches.module_tensors import all_buffers, all_named_parameters, all_parameters
 
 __all__ = ["no_sync", "parallel_model"]
 
@@ -115,9 +119,7 @@ def parallel_model(
             that are sums (`reduction="sum"`). "tokens": by the number of targets over which each loss is a mean, such
             as a cross entropy with `ignore_index` over unequal padding, or with class weights; each backward pass is
             that of the mean over the targets of all ranks. The count is read from torch's reductions, and a sum divided
-            by a number counts as a mean over that number; a loss whose count is not known is refused. So is one of
-            terms that average over different numbers, as of boxes and anchors: under "ranks", each of them is that of
-            all ranks if its sum is divided by `all_reduce(float(count), "mean")` (and no loader has tail="weighted").
+            by a number counts as a mean over that number; a loss whose count is not known is refused.
         buffers: which values floating buffers, such as batch norm's statistics, get on all ranks in training: "rank0":
             rank 0's, before each forward; "mean": their mean, after each forward, which is exact for running means,
             DINO's centre and the statistics of a codebook. (Batch norm still normalizes by this rank's batch;
@@ -136,47 +138,67 @@ def parallel_model(
         SyncError: the ranks pass different models.
     """
     given_optimizers = _parse_optimizers(optimizers)
-    names = _parse_methods(methods)
+    block_options = _parse_block_options(average, buffers, methods)
     restore, split_rng = flag("restore", restore), flag("split_rng", split_rng)
-    modules: list[Any] = [
-        LeafTensor(each) if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad else each
-        for each in models
-    ]
-    _require_choice("average", average, ("ranks", "sum", "tokens"))
-    _require_choice("buffers", "rank0" if buffers is None else buffers, ("rank0", "mean"))
+    modules = [as_model(model) for model in models]
+    options = {name: value for name, value in options.items() if value is not None}
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
+        run = stack.enter_context(run_of_block(options, os.environ))
+        # Nothing is changed until all is checked.
         initializes = run.config.wrap is None and run.config.backend.shards_gradients
-        check_models(modules, names, accepts_meta=initializes)
+        check_models(modules, block_options.methods, accepts_meta=initializes)
         stack.enter_context(_in_block(context.active() or run))
-        _refuse_apex(run, average)
-        _refuse_for_logical(run, modules, average)
-        _refuse_shared(run, modules)
-        if buffers == "mean" and run.config.wrap is not None:
-            raise ConfigError(
-                "buffers='mean' with wrap=",
-                why="its module broadcasts rank 0's buffers",
-                fix="drop buffers=, or use backend='ddp'",
-            )
-        for model in modules:
-            if run.config.wrap is not None or not run.config.backend.places_model or isinstance(model, LeafTensor):
-                model.to(run.device)
+        refuse_contradictions(run, modules, average=average, buffers=buffers)
+        # The models get their devices, then their dtypes, then their engines.
+        for module in modules:
+            _move_to_device(module, run)
         exclude_package()
         parts = stack.enter_context(same_bits(run))
         session = stack.enter_context(_open_precision(run, modules, given_optimizers))
-        block = Block(
-            run,
-            modules,
-            session=session,
-            average=average,
-            buffers=buffers,
-            methods=names,
-            build=_engine_factory(run, parts, restore=restore, average=average),
-        )
-        stack.enter_context(block.running())  # after the session has opened: Apex replaces forward
+        build = functools.partial(build_engine, run=run, parts=parts, restore=restore, average=average)
+        block = Block(run, modules, session=session, options=block_options, build_engine=build)
+        # After the session has opened: Apex replaces forward, which the block routes.
+        stack.enter_context(block.running())
         session.bind(modules)
+        # Last: what the entry of the block draws is drawn alike on all ranks.
         stack.enter_context(random_numbers_per_rank(run, split=split_rng))
         yield models[0] if len(models) == 1 else models
+
+
+def _move_to_device(module: nn.Module, run: Runtime) -> None:
+    """Move a model to the device of this process, unless the backend places its parameters itself."""
+    is_placed_by_backend = run.config.wrap is None and run.config.backend.places_model
+    if not is_placed_by_backend or isinstance(module, LeafTensor):
+        module.to(run.device)
+
+
+def _open_precision(
+    run: Runtime, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> contextlib.AbstractContextManager[Session]:
+    """Return the mixed precision of a block; without `amp=`, a session that changes no dtype."""
+    if run.config.amp is None:
+        return contextlib.nullcontext(Session())
+    return run.config.amp_engine().open(
+        amp=run.config.amp,
+        models=models,
+        optimizers=optimizers,
+        device=run.device,
+        world=run.world,
+        sharded=run.config.backend.shards_gradients,
+    )
+
+
+def _parse_block_options(average: Any, buffers: Any, methods: Any) -> BlockOptions:
+    """Return the options of the block.
+
+    Raises:
+        ConfigError: one has a value that does not exist.
+    """
+    parsed_methods = _parse_methods(methods)
+    _require_choice("average", average, ("ranks", "sum", "tokens"))
+    if buffers is not None:
+        _require_choice("buffers", buffers, ("rank0", "mean"))
+    return BlockOptions(average, buffers, parsed_methods)
 
 
 def _parse_optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -240,172 +262,3 @@ def _in_block(run: Runtime) -> Iterator[None]:
             yield
     finally:
         run.state.is_in_block = False
-
-
-def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:
-    """Return a context that yields the block's Runtime: that of the surrounding run, or else a new one."""
-    outer = context.active()
-    if outer is not None:
-        return contextlib.nullcontext(_run_of_block(outer, options) if options else outer)
-    world, hardware = detect(os.environ), probe()
-    if "backend" not in options:
-        # A single process that sees several GPUs splits batches over them, as with torch.nn.DataParallel.
-        options["backend"] = "dp" if world is None and hardware.count > 1 else "ddp"
-    layout = compute_layout(Config.parse(**options).merged(os.environ), hardware, world)
-    if world is None and layout.world_size > 1:
-        backend = layout.config.backend.name
-        raise ConfigError(
-            f"backend={backend!r} with {layout.world_size} processes in a script that runs as one process",
-            why=f"{backend} needs one process per device, and no launcher has started these processes",
-            fix="decorate the training function with @distributed, start the script with torchrun, or use "
-            "backend='dp' for several GPUs in one process",
-        )
-    if layout.config.seed is not None:
-        seed_generators(layout.config.seed)
-    return _new_run(Runtime(world or World(), layout, loader_weights=context.weights_of_script))
-
-
-@contextlib.contextmanager
-def _new_run(run: Runtime) -> Iterator[Runtime]:
-    with context.activate(run), warn_if_unsynced(run.state):
-        yield run
-
-
-def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:
-    """Return a Runtime with the options of one block, on the processes and devices of the surrounding run."""
-    config = outer.config.changed(**options)
-    layout = compute_layout(config, probe(), outer.world)
-    is_changed = config.logical != outer.config.logical or layout.num_nodes != outer.layout.num_nodes
-    if is_changed or layout.devices[outer.world.local_rank] != outer.devices:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise ConfigError(
-            f"parallel_model({given}) inside a run on {', '.join(map(str, outer.devices))}",
-            why="the processes, devices and parts of a run cannot change inside it",
-            fix="set these options where the run starts: in @distributed(...), or in the outer parallel_model",
-        )
-    if "seed" in options and config.seed is not None:  # else the run has seeded its generators
-        seed_generators(config.seed)
-    return Runtime(outer.world, layout, loader_weights=outer.loader_weights)
-
-
-def _refuse_for_logical(run: Runtime, models: Sequence[nn.Module], average: Average) -> None:
-    what = f"average={average!r}" if average != "ranks" else "a tensor that is trained beside the models"
-    if run.config.logical and (average != "ranks" or any(isinstance(each, LeafTensor) for each in models)):
-        raise ConfigError(
-            f"logical={run.config.logical} with {what}",
-            why="only the gradients of means over samples, through a model's forward, are divided into parts",
-            fix="use losses that are means over samples, and parameters of a module",
-        )
-
-
-def _refuse_apex(run: Runtime, average: Average) -> None:
-    if average != "ranks" and run.config.amp is not None and run.config.amp_engine.name == "apex":
-        raise ConfigError(
-            f"average={average!r} with amp_engine='apex'",
-            why="Apex has copied the averaged gradients to its master parameters before they could be weighted",
-            fix="use amp_engine='native'",
-        )
-
-
-def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
-    """Refuse parameters that several models have, where each model shards or casts its own."""
-    amp, backend = run.config.amp, run.config.backend
-    reasons = {
-        f"backend={backend.name!r}": backend.shards_gradients and run.world.world_size > 1,
-        f"amp level {amp and amp.level}": amp is not None and amp.level in {"O2", "O3"},
-        f"amp_engine={run.config.amp_engine.name!r}": amp is not None and run.config.amp_engine.name != "native",
-    }
-    option = next((name for name, is_refused in reasons.items() if is_refused), None)
-    seen: dict[int, tuple[nn.Module, str]] = {}
-    for model in models if option is not None else ():
-        for name, each in all_named_parameters(model):
-            owner, text = seen.setdefault(id(each), (model, f"{name} of {type(model).__name__}"))
-            if owner is not model:
-                raise ConfigError(
-                    f"{text}, which another model of the block shares, with {option}",
-                    why="each model shards or casts its own parameters",
-                    fix="put the models into one nn.Module, pass that, and name its methods in methods=[...]",
-                )
-
-
-def _open_precision(
-    run: Runtime, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> contextlib.AbstractContextManager[Session]:
-    if run.config.amp is None:
-        return contextlib.nullcontext(Session())
-    return run.config.amp_engine().open(
-        amp=run.config.amp,
-        models=models,
-        optimizers=optimizers,
-        device=run.device,
-        world=run.world,
-        sharded=run.config.backend.shards_gradients,
-    )
-
-
-def _engine_factory(
-    run: Runtime, parts: PartsOfBlock | None, *, restore: bool, average: Average
-) -> Callable[[Inner], Engine]:
-    """Return a function that builds the engine of a model, with the backend or with the user's `wrap`."""
-    wrap = run.config.wrap
-
-    def build(inner: Inner) -> Engine:
-        if run.world.world_size > 1:
-            require_same_model(inner.model)
-        if isinstance(inner.model, LeafTensor):
-            return _TensorEngine(inner, run)
-        inner.parts = parts
-        if wrap is None:
-            return run.config.backend.engine(inner, world=run.world, devices=run.devices, restore=restore)
-        module = wrap(inner, run.world)
-        if average != "ranks" and not isinstance(module, DistributedDataParallel):
-            raise ConfigError(
-                f"average={average!r} with a wrap= that returns a {type(module).__name__}",
-                why="only DistributedDataParallel is known to average gradients over the ranks with equal weights",
-                fix="return a DistributedDataParallel, or drop average=",
-            )
-        return _WrapEngine(module, local=inner, is_verified=bool(run.config.verify_every))
-
-    return build
-
-
-class _TensorEngine(LocalEngine):
-    """Engine of a tensor that is trained beside the models, under any backend."""
-
-    def __init__(self, inner: Inner, run: Runtime) -> None:
-        super().__init__(inner)
-        if run.world.world_size > 1:
-            self.reduction = Reduction()
-            broadcast_from_rank_0(list(all_parameters(inner)))
-
-
-class _WrapEngine(LocalEngine):
-    """Engine of a module that the user's `wrap` returns, which averages gradients by itself.
-
-    A DistributedDataParallel is known to keep replicas, which are compared at the end of the block; those of another
-    module are if `verify_every` asks for it.
-    """
-
-    local: nn.Module
-
-    def __init__(self, module: nn.Module, *, local: nn.Module, is_verified: bool) -> None:
-        super().__init__(module)
-        self.local, self._is_verified = local, is_verified
-
-    @property
-    @override
-    def is_replica(self) -> bool:
-        return self._is_verified or isinstance(self.module, DistributedDataParallel)
-
-    @override
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        no_sync = getattr(self.module, "no_sync", None)
-        return contextlib.nullcontext() if no_sync is None else no_sync()
-
-    @override
-    def close(self, *, failed: bool) -> None:
-        if isinstance(self.module, DistributedDataParallel):
-            # Otherwise the reducer's hooks stay on the AccumulateGrad nodes until the reducer is freed.
-            self.module.reducer._remove_autograd_hooks()
-            if not failed and self.module.broadcast_buffers:
-                broadcast_from_rank_0(list(all_buffers(self.local)))

@@ -1,59 +1,84 @@
-"""One parallel_model block: its models routed to their engines, and what averages and checks them."""
+"""One parallel_model block: engines run its models, and gradients are averaged and checked.
+
+    with parallel_model(model):     Block.running
+                                        each model   its engine is built, which gives it rank 0's
+                                                     values; its route is installed
+                                        several ranks: gradients are averaged, copies are verified
+        model(x)                    ModelInBlock._call, on the way to the engine
+        loss.backward()             Averaging weights the loss, Reducer averages the gradients
+        optimizer.step()            FirstStep, once; Verification
+    the end of the block            what was begun ends in reverse order: the copies are compared,
+                                    hooks and routes leave, engines undo what they have changed. If
+                                    the block has raised, no rank waits for another one.
+
+The words of this room:
+
+    model       the user's nn.Module, or a LeafTensor for a tensor of the user's
+    inner       a module around a model, whose forward calls the user's forward
+    engine      runs inner: on this rank's device, on several, or together with the other ranks
+    route       sends the calls of a model's methods to its engine
+    replicas    what each rank holds a copy of: the model, or a part of it
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from parallelize.agreement.batch_losses import BatchLosses
-from parallelize.agreement.fingerprint import require_same_model, warn_if_trained_apart
+from parallelize.agreement.fingerprint import warn_if_trained_apart
 from parallelize.agreement.first_step import FirstStep
-from parallelize.agreement.rank_consistency import run_checks
 from parallelize.agreement.verification import Verification
-from parallelize.backends.broadcast import broadcast_from_rank_0
-from parallelize.block.models import methods_of
-from parallelize.errors import SyncError
-from parallelize.gradients.autograd_graph import mark_outputs, node_of
+from parallelize.block.model_in_block import ModelInBlock
 from parallelize.gradients.averaging import Average, Averaging
 from parallelize.gradients.batch_weights import refusing_lost_weights
 from parallelize.gradients.reducer import Reducer
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
-from parallelize.run.containers import replace_leaves
-from parallelize.run.context import Runtime, current
+from parallelize.run.context import Runtime
 from parallelize.run.startup_summary import StartupSummary
 from parallelize.torch_patches.backward import Order, subscribed
-from parallelize.torch_patches.compile import traceable
-from parallelize.torch_patches.forward import (
-    Route,
-    packed_lengths_on_cpu,
-    routed_models,
-    watching_registrations,
-)
-from parallelize.torch_patches.module_tensors import all_parameters
-
-__all__ = ["Block"]
+from parallelize.torch_patches.forward import packed_lengths_on_cpu, routed_models
 
 
-_series = itertools.count()  # of the models of all blocks, which all ranks enter in one order
+@dataclass(frozen=True)
+class BlockOptions:
+    """Options of parallel_model that are those of one block.
+
+    Args:
+        average: how gradients of the ranks are averaged.
+        buffers: whose floating buffers all ranks get; None: rank 0's, with a warning if others
+            differ.
+        methods: names of methods that are routed beside forward.
+    """
+
+    average: Average
+    buffers: Literal["rank0", "mean"] | None
+    methods: Sequence[str]
 
 
 class Block:
-    """The models of one block.
+    """The models of one block, and what they share.
 
     Args:
         run: runtime of this process: config, world and device.
         models: those that were passed, with a LeafTensor for each tensor.
         session: mixed precision of the block.
-        average: how gradients of the ranks are averaged.
-        buffers: whose floating buffers all ranks get; None: rank 0's, with a warning if others differ.
-        methods: names of methods that are routed beside forward.
-        build: builds the engine of a model.
+        options: those of the block.
+        build_engine: builds the engine of a model; called once for each, in their order.
+
+    Attributes:
+        averaging: weights the backward passes.
+        summary: logs one line with the first forward.
+        first_step: compares the inputs of the ranks before the first optimizer step.
+        batch_losses: warns of a loss that compares samples, up to that step.
+        reducer: averages gradients over the ranks; None: there is one rank, or the block has not
+            begun.
+        verification: compares the copies of the ranks; None as for `reducer`.
+        is_over: whether the block has ended without an exception.
     """
 
     def __init__(
@@ -62,221 +87,96 @@ class Block:
         models: Sequence[nn.Module],
         *,
         session: Session,
-        average: Average,
-        buffers: Any,
-        methods: Sequence[str],
-        build: Callable[[Inner], Engine],
+        options: BlockOptions,
+        build_engine: Callable[[Inner], Engine],
     ) -> None:
-        self.run, self.session, self.models = run, session, models
-        self.build, self._methods, self._buffers = build, methods, buffers
-        self.averaging = Averaging(average, run=run, models=models)
+        self.run = run
+        self.models = models
+        self.session = session
+        self.options = options
+        self.build_engine = build_engine
+        self.averaging = Averaging(options.average, run=run, models=models)
         self.summary = StartupSummary(run)
         # Models of an inner block may be called with equal inputs, such as features of all ranks.
-        self.first_step = FirstStep(models, is_over=run.world.world_size == 1 or bool(routed_models()))
-        self.batch_losses = BatchLosses(run, adds_up=average != "ranks")
+        is_inner = bool(routed_models())
+        self.first_step = FirstStep(models, is_over=run.world.world_size == 1 or is_inner)
+        self.batch_losses = BatchLosses(run, adds_up=options.average != "ranks")
         self.reducer: Reducer | None = None
         self.verification: Verification | None = None
         self.is_over = False
-        self._routed: list[_RoutedModel] = []
+        self._models_in_block: list[ModelInBlock] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Route the models to their engines inside the context; restore plain models at its end."""
+        """Route the models to their engines in the context; they are plain models after it."""
+        has_several_ranks = self.run.world.world_size > 1
         with contextlib.ExitStack() as stack:
             if self.run.device.type != "cpu":
                 stack.enter_context(packed_lengths_on_cpu())
-            if self.run.world.world_size > 1 and self.run.config.wrap is None:
+            if has_several_ranks and self.run.config.wrap is None:
+                # Before engines are built: they give the models rank 0's values.
                 warn_if_trained_apart(self.models)
             for model in self.models:
-                self._routed.append(_RoutedModel(self, self._inner(model)))
-                stack.enter_context(self._routed[-1].running())
-            if self.run.world.world_size > 1:
-                self._verify(stack)
+                model_in_block = ModelInBlock(self, model)
+                self._models_in_block.append(model_in_block)
+                stack.enter_context(model_in_block.running())
+            if has_several_ranks:
+                stack.enter_context(self._averaging_over_ranks())
             stack.enter_context(self.averaging.active())
             yield
         self.is_over = True
 
-    def _inner(self, model: nn.Module) -> Inner:
-        originals = {name: traceable(each) for name, each in methods_of(model, self._methods).items()}
-        return Inner(
-            model,
-            original_methods=originals,
-            session=self.session,
-            buffer_source=self._buffers or "rank0",
-        )
+    @contextlib.contextmanager
+    def _averaging_over_ranks(self) -> Iterator[None]:
+        """Average the gradients of replicas; prove at steps and at the end that they are equal."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(refusing_lost_weights(self.run.loader_weights))
+            reducer = Reducer(self._reductions())
+            stack.callback(reducer.close)
+            if reducer.models:
+                stack.enter_context(subscribed(Order.REDUCE, reducer.around_backward))
+            verification = Verification(
+                self.run,
+                self._replicas,
+                reducer=reducer,
+                warns_of_buffers=self._warns_of_buffers(),
+                loss_weight=self.averaging.loss_weight,
+                before_first_step=self._before_first_step,
+            )
+            stack.enter_context(verification.active())
+            stack.enter_context(self.batch_losses.active())
+            self.reducer = reducer
+            self.verification = verification
+            yield
 
-    def _verify(self, stack: contextlib.ExitStack) -> None:
-        """Average and verify, until the stack is closed, what each rank holds a copy of."""
-        stack.enter_context(refusing_lost_weights(self.run.loader_weights))
-        self.reducer = Reducer(self._reduced())
-        stack.callback(self.reducer.close)
-        if self.reducer.models:
-            stack.enter_context(subscribed(Order.REDUCE, self.reducer.around_backward))
-        verification = Verification(
-            self.run,
-            lambda: [each.replicas for each in self._routed if each.engine.is_replica],
-            reducer=self.reducer,
-            warns_of_buffers=not self._buffers and getattr(self.run.config.backend, "broadcast_buffers", True),
-            loss_weight=self.averaging.loss_weight,
-            before_first_step=self._before_first_step,
-        )
-        stack.enter_context(verification.active())
-        stack.enter_context(self.batch_losses.active())
-        self.verification = verification
+    def _warns_of_buffers(self) -> bool:
+        """Whether buffers that differ between the ranks are a surprise: nobody has chosen it."""
+        if self.options.buffers is not None:
+            return False
+        # An option of the backends that keep replicas; the others have none that could differ.
+        keeps_alike: bool = getattr(self.run.config.backend, "broadcast_buffers", True)
+        return keeps_alike
 
     def _before_first_step(self) -> None:
+        """Compare the inputs of the ranks, and what their losses average over."""
         self.batch_losses.before_first_step()
         self.first_step.compare(self.averaging.end_first_step())
 
-    def _reduced(self) -> list[tuple[nn.Module, Reduction]]:
-        return [(each.replicas, each.engine.reduction) for each in self._routed if each.engine.reduction is not None]
+    def _replicas(self) -> list[nn.Module]:
+        """Return what each rank holds a copy of; some engines know it after the first forward."""
+        return [model.replicas for model in self._models_in_block if model.engine.is_replica]
+
+    def _reductions(self) -> list[tuple[nn.Module, Reduction]]:
+        """Return the replicas whose gradients the reducer averages, with the way of each."""
+        reductions = []
+        for model_in_block in self._models_in_block:
+            reduction = model_in_block.engine.reduction
+            if reduction is not None:
+                reductions.append((model_in_block.replicas, reduction))
+        return reductions
 
     def refresh(self) -> None:
         """Follow parameters that were added or replaced."""
         if self.reducer is not None:
-            self.reducer.refresh(self._reduced())
+            self.reducer.refresh(self._reductions())
         self.session.bind(self.models)
-
-
-class _RoutedModel:
-    """One model of a block, with its engine.
-
-    Args:
-        block: the block.
-        inner: calls the user's forward.
-    """
-
-    def __init__(self, block: Block, inner: Inner) -> None:
-        self._block, self.inner, self.engine = block, inner, block.build(inner)
-        self.session, self.replicas = block.session, self.engine.replicas or inner.model
-        self._changes: list[str] = []  # names of submodules and parameters that were added or replaced
-        self._forwards, self._series = 0, next(_series)
-        # Those of the active run: a block with options of its own has another Runtime.
-        self._pending_checks = current().state.pending_checks
-        is_moved = not self.engine.moves_inputs and block.run.device.type != "cpu"
-        self._device = block.run.device if is_moved else None
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Route calls of the model inside the context, and close its engine at the end."""
-        block, inner = self._block, self.inner
-        route = Route(
-            inner.model,
-            inner.original_methods,
-            call=self._call,
-            bind=inner.bind_method,
-            owner=self,
-        )
-        block.summary.add_model(inner.model, self.engine)
-        failed = True
-        try:
-            route.install()
-            with watching_registrations(self._on_registered):
-                yield
-            failed = False
-        finally:
-            route.uninstall()
-            self.engine.close(failed=failed)
-
-    def _on_registered(self, module: nn.Module, name: str, value: Any) -> None:
-        is_part = any(each is module for each in self.inner.model.modules())
-        if is_part and getattr(module, name, None) is not value:
-            is_new = isinstance(value, nn.Module) or name not in module._parameters
-            if is_new or self.engine.keeps_parameters:  # an engine that replaces parameters does it itself
-                self._changes.append(name)
-
-    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
-        is_recording = torch.is_grad_enabled()
-        self.inner.__dict__["method"] = method  # nn.Module.__setattr__ is slow
-        if self._device is not None:
-            args, kwargs = replace_leaves(self._to_device, (args, kwargs))
-        if is_recording:
-            self._before_forward((args, kwargs))
-        module = self.engine.module if is_recording else self.engine.local
-        output = self._block.session.route(module, *args, **kwargs)
-        if is_recording:
-            self._after_forward(output, (args, kwargs))
-        return output
-
-    def _to_device(self, leaf: Any) -> Any:
-        is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
-        return leaf.to(self._device, non_blocking=True) if is_movable else leaf
-
-    def _before_forward(self, inputs: Any) -> None:
-        block = self._block
-        if not block.first_step.is_over:
-            block.first_step.add(inputs)
-        if not self.engine.is_chosen:
-            if block.reducer is not None:
-                block.reducer.close()  # an engine that shards parameters would keep its hooks
-            self.engine.choose(inputs)
-            self.replicas = self.engine.replicas or self.inner.model
-            block.refresh()
-        if not block.summary.is_over:
-            block.summary.log_once()
-        if self._changes:
-            self._follow_changes()
-        self._forwards += 1
-        if self._pending_checks and self.engine.reduction is not None:
-            run_checks(self._pending_checks, f"{self._series}/{self._forwards}")
-
-    def _follow_changes(self) -> None:
-        """Hook parameters that were added or replaced, which all ranks get from rank 0."""
-        model, run, names = self.inner.model, self._block.run, ", ".join(self._changes[:3])
-        if not self.engine.keeps_parameters:
-            raise SyncError(
-                f"{type(model).__name__} has changed: {names} was added or replaced",
-                why=f"{run.config.backend.name} has sharded or placed its parameters at the entry of the block",
-                fix="change the model before the block, or leave the block and enter it again",
-            )
-        self._changes.clear()
-        model.to(run.device)
-        reducer = self._block.reducer
-        if reducer is not None and self.engine.reduction is not None:
-            require_same_model(model)
-            new: list[torch.Tensor] = [each for each in all_parameters(model) if id(each) not in reducer.slots]
-            broadcast_from_rank_0(new)
-        self.engine.refresh()
-        self._block.refresh()
-
-    def _after_forward(self, output: Any, inputs: Any) -> None:
-        """Mark the outputs, once for all that search graphs for them, and watch what begins at them."""
-        averaging, owner_of_session = self._block.averaging, self.session.mark_owner
-        owners: list[object] = [averaging] if averaging.needs_marks else []
-        if owner_of_session is not None:
-            owners.append(owner_of_session)
-        if not owners and self._block.run.world.world_size == 1:
-            return
-        with torch._C.DisableTorchFunction():  # modes of the user and of amp have nothing to do with it
-            nodes = mark_outputs(output, inputs=inputs, owners=owners)
-        if owner_of_session is not None:
-            self.session.watch_outputs(nodes)
-        if not self._block.batch_losses.is_over:
-            self._block.batch_losses.mark(nodes, inputs)
-        if self.engine.reduction is not None:
-            for node in nodes:
-                node.register_prehook(self._refuse_after_block)
-
-    def _refuse_after_block(self, _gradients: Any) -> None:
-        if not self._block.is_over:
-            return
-        model = self.inner.model
-        trained = [node_of(each) for each in all_parameters(model) if each.requires_grad]
-        if any(map(torch._C._will_engine_execute_node, trained)):
-            raise SyncError(
-                f"backward after the parallel_model block, of a forward of {type(model).__name__} inside it",
-                why="gradients are averaged over the ranks in the block only",
-                fix="put the whole loop inside the block: with parallel_model(model): for x, y in loader: ...",
-            )
-
-    @property
-    def verification(self) -> Verification | None:
-        """The checks of the block; None: it is of one rank."""
-        return self._block.verification
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backward leaves gradients local."""
-        reducer = self._block.reducer
-        if reducer is not None and self.engine.reduction is not None:
-            return reducer.no_sync(self.replicas)
-        return self.engine.no_sync()

@@ -1,4 +1,11 @@
-"""ModelContext: the context manager that `parallel_model` returns; `start` begins its block without a `with`."""
+"""ModelContext: what `parallel_model` returns. `start` begins its block without a `with`.
+
+with parallel_model(model):         __enter__ ... __exit__
+parallel_model(model).start()       __enter__ ... __exit__ at the first of
+stop()
+the end of the decorated function
+the end of the process, in a script without one
+"""
 
 from __future__ import annotations
 
@@ -15,54 +22,65 @@ from parallelize.errors import ConfigError
 from parallelize.run import context
 from parallelize.run.group_abort import is_interrupted
 
-__all__ = ["ModelContext", "model_context"]
-
 P = ParamSpec("P")
 M = TypeVar("M")
 
-_open: list[Any] = []  # contexts of this process, in the order of their beginning
+# The contexts whose blocks have begun, in that order. It belongs to the process, as what blocks
+# change does: torch's hooks, and the global random generators. A run in a block of another run has
+# to end its own blocks before that one's.
+_open_contexts: list[ModelContext[Any]] = []
 
 
 class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
-    """Block in which models run in parallel: `with parallel_model(model):`, or `parallel_model(model).start()`.
+    """Block in which models run in parallel.
+
+    `with parallel_model(model):`, or `parallel_model(model).start()`.
 
     Args:
-        enter: returns the context manager of a new block, which yields the model, or a tuple of models.
+        begin: returns the context manager of a new block, which yields the model, or a tuple of
+            models.
     """
 
-    def __init__(self, enter: Callable[[], contextlib.AbstractContextManager[M]]) -> None:
-        self._enter = enter
-        self._entered: list[contextlib.AbstractContextManager[M]] = []
+    def __init__(self, begin: Callable[[], contextlib.AbstractContextManager[M]]) -> None:
+        self._begin = begin
+        # Those that go on: the same object may be entered again in its own block.
+        self._blocks: list[contextlib.AbstractContextManager[M]] = []
 
     def __enter__(self) -> M:
         """Begin the block; return the model, or a tuple of the models."""
-        block = self._enter()
+        block = self._begin()
         models = block.__enter__()
-        self._entered.append(block)
-        _open.append(self)
+        self._blocks.append(block)
+        _open_contexts.append(self)
         return models
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
     ) -> bool | None:
         """End the block; the models are plain models again."""
-        _open.remove(self)
-        if error is None and is_interrupted():  # ranks have made different numbers of steps
-            kind, error = KeyboardInterrupt, KeyboardInterrupt()
-        is_suppressed = self._entered.pop().__exit__(kind, error, traceback)
-        if context.active() is None:  # a script without a decorated function
-            folded_traceback.__exit__(kind, error, traceback)
+        _open_contexts.remove(self)
+        if error is None and is_interrupted():
+            # Ranks have made different numbers of steps: the end of the block waits for no rank.
+            error_type, error = KeyboardInterrupt, KeyboardInterrupt()
+        is_suppressed = self._blocks.pop().__exit__(error_type, error, traceback)
+        if context.active() is None:
+            # In a script without a decorated function, which would fold it.
+            folded_traceback.__exit__(error_type, error, traceback)
         return is_suppressed
 
     def start(self) -> M:
-        """Begin the block, and end it when the decorated function returns, at `stop`, or when the process ends.
+        """Begin the block; it ends with the decorated function, at `stop`, or with the process.
 
             model = parallel_model(model).start()
 
         Returns:
             The model, or a tuple of the models: the same objects.
         """
-        run = context.active()  # before a block of a plain script has a run of its own
+        # Asked first: the block of a plain script activates a run of its own.
+        run = context.active()
         models = self.__enter__()
         if run is None:
             atexit.register(self._end_at_exit)
@@ -76,21 +94,33 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         Raises:
             ConfigError: a block that has begun later goes on.
         """
-        if self._entered and _open[-1] is not self:
+        if self._blocks and _open_contexts[-1] is not self:
             raise ConfigError(
                 "stop() of a parallel_model block while one that has begun later goes on",
                 why="that block has taken over the random numbers and hooks of this one",
-                fix="stop the later one first, or begin both as one: parallel_model(model, other).start()",
+                fix="stop the later one first, or begin both as one: "
+                "parallel_model(model, other).start()",
             )
         self._end(None, None, None)
 
     def _end_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # the exception that ends this script: other ranks do not end it
-        self._end(error and type(error), error, error and error.__traceback__)
+        """End the block with the process, by the exception that ends the script, if one does."""
+        # Other ranks do not end by it, so that the end of the block may not wait for them.
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self._end(None, None, None)
+        else:
+            self._end(type(error), error, error.__traceback__)
 
-    def _end(self, *error: Any) -> None:
-        while self._entered:
-            self.__exit__(*error)
+    def _end(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """End the block as often as it has begun; no-op if it has ended."""
+        while self._blocks:
+            self.__exit__(error_type, error, traceback)
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Refuse the use as a model."""
@@ -106,20 +136,25 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         """Refuse the use as a tuple of models."""
         self._refuse("is unpacked")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, use: str) -> NoReturn:
+        """Refuse a use of this object as the model: `with` or `.start()` was forgotten."""
         raise ConfigError(
-            f"parallel_model(...) {what}",
+            f"parallel_model(...) {use}",
             why="it is a context manager, and not the model",
-            fix="write `with parallel_model(model):`, or `model = parallel_model(model).start()` without a block",
+            fix="write `with parallel_model(model):`, or `model = parallel_model(model).start()` "
+            "without a block",
         )
 
 
 def model_context(function: Callable[P, Iterator[M]]) -> Callable[P, ModelContext[M]]:
-    """Decorate a generator function, as contextlib.contextmanager does; calls return a ModelContext."""
-    enter = contextlib.contextmanager(function)
+    """Decorate a generator function, as contextlib.contextmanager does.
+
+    Calls return a ModelContext, which can also be started without a `with`.
+    """
+    begin = contextlib.contextmanager(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> ModelContext[M]:
-        return ModelContext(lambda: enter(*args, **kwargs))
+        return ModelContext(lambda: begin(*args, **kwargs))
 
     return call

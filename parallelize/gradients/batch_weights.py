@@ -40,8 +40,7 @@ def with_weight(backward_pass: Pass, weight: Weight) -> Pass:
     """
     if backward_pass.is_weighted:
         raise ConfigError(
-            "a loss through models of two parallel_model blocks, both with average='sum' or "
-            "'tokens'",
+            "a loss through models of two parallel_model blocks, both with average='sum' or 'tokens'",
             why="each block would weight the loss",
             fix="use one block: parallel_model(first, second, average=...)",
         )

@@ -172,9 +172,7 @@ def _is_device_of_group(device: torch.device) -> bool:
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any) -> Tensor:
         ctx.differentiate = differentiate
         # Collectives read memory as it lies: lazy conjugation and negation are resolved.
         values = x.detach().resolve_conj().resolve_neg()

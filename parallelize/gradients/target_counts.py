@@ -413,9 +413,7 @@ def _count_of_reduction(value: _Value) -> LossCount:
     return LossCount(operation, "mean", value.sources()[0].elements)
 
 
-def number_on(
-    device: torch.device, number: Number, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
+def number_on(device: torch.device, number: Number, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return a new 0-dim tensor with a number, for which the host does not wait.
 
     A kernel fills it. torch.tensor(number, device=device) copies it from memory that is not pinned:

@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from parallelize.cluster.world import Node, World
 from parallelize.plugins.options import Parse, parse_options
 
 if TYPE_CHECKING:
+    from parallelize.agreement.verification import Verification
     from parallelize.backends.logical import PartsOfBlock
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "LocalEngine",
     "Precision",
     "Reduction",
+    "RoutedModel",
     "Session",
 ]
 
@@ -244,6 +246,25 @@ class LocalEngine(Engine):
 
     def close(self, *, failed: bool) -> None:
         """Do nothing: the model was not changed."""
+
+
+class RoutedModel(Protocol):
+    """What other rooms ask about a model in a block, which they find by `route_of(model).owner`."""
+
+    @property
+    def session(self) -> Session:
+        """Mixed precision of the block, whose state belongs to a checkpoint of the model."""
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the model: under fsdp, all ranks have to make each forward together."""
+
+    @property
+    def verification(self) -> Verification | None:
+        """Compares the model with the other ranks' before it is saved; None: there are none."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backward leaves gradients local."""
 
 
 class Backend(abc.ABC):

@@ -74,9 +74,7 @@ class NativePrecision(LeveledPrecision):
                 session.weights = None if has_shards else HalfWeights(session.dtype, exempt=session.fp32_modules)
             if row.scales_loss and amp.dtype is torch.float16:
                 _refuse_parameters(models)
-                routes = filter(None, map(route_of, routed_models()))
-                outer = (getattr(route.owner.session, "scaling", None) for route in routes)
-                session.scaling = next(filter(None, outer), None)  # a loss through models of two blocks is scaled once
+                session.scaling = _scaling_of_outer_block()  # a loss through models of two blocks is scaled once
                 if session.scaling is None:
                     session.scaling = LossScaling(amp, device=device, has_shards=has_shards)
                     stack.enter_context(_scaled(session.scaling))
@@ -84,6 +82,17 @@ class NativePrecision(LeveledPrecision):
             stack.callback(session.bind, ())
             session.bind(models)
             yield session
+
+
+def _scaling_of_outer_block() -> LossScaling | None:
+    """Return the loss scaling of a block that has begun; None: there is none."""
+    for model in routed_models():
+        route = route_of(model)
+        if route is not None and isinstance(route.owner.session, NativeSession):
+            scaling = route.owner.session.scaling
+            if scaling is not None:
+                return scaling
+    return None
 
 
 class NativeSession(Session):

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,8 +26,10 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.private import replace_attribute
+
+if TYPE_CHECKING:
+    from parallelize.plugins.base import RoutedModel
 
 _GETSTATE = "__getstate__"
 # Smaller buckets would have torch.compile make a graph of each layer.
@@ -56,7 +58,7 @@ class Route:
         methods: name -> the original method; {}: the model is in a block, and not routed.
         call: runs a routed call, with the method's name and the arguments.
         bind: returns the original method of a name, bound to the model, a copy or a replica.
-        owner: what the block knows of the model: `session`, `engine`, `no_sync()`.
+        owner: what the block knows of the model.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Route:
         *,
         call: Callable[[str, Any, Any], Any],
         bind: Callable[[str, nn.Module], Callable[..., Any]],
-        owner: Any,
+        owner: RoutedModel,
     ) -> None:
         self.model = model
         self.owner = owner
@@ -153,7 +155,7 @@ class Route:
 
 def route_of(model: nn.Module) -> Route | None:
     """Return the route of a model; None if it is in no block, or is a copy of one that is."""
-    # Not by `model.forward`: code in the block may have set another one, which calls that of the route.
+    # Not by `model.forward`: code in the block may have set another one, which calls the route's.
     for route in tuple(_routes):
         if route.model is model:
             return route

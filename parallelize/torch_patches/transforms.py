@@ -37,7 +37,7 @@ def refuse_transform(reason: str, *, fix: str) -> None:
     """
     if is_in_transform():
         raise ConfigError(
-            "a forward of the model inside a transform of torch.func (vmap, grad, jvp, jacrev, ...)",
+            "a forward of the model inside a transform of torch.func (vmap, grad, jvp, ...)",
             why=reason,
             fix=fix,
         )

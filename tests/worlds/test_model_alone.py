@@ -91,6 +91,32 @@ def test_a_process_group_without_a_launcher_is_a_world(run_script: Run, tmp_path
     run_script(SPAWNED, args=(str(tmp_path / "store"),))
 
 
+BLOCK_AFTER_BLOCK = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from parallelize import parallel_model, shard_loader
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+loader = DataLoader(torch.randn(8, 4), batch_size=2, shuffle=True)
+for _ in range(2):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with parallel_model(model):
+        for x in shard_loader(loader):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_blocks_in_one_group_of_the_users_compare_their_own_orders(run_script: Run) -> None:
+    """The second block's first step is another sync point than the first block's, though its run is a new one."""
+    run_script(BLOCK_AFTER_BLOCK, launcher=TORCHRUN)
+
+
 @distributed(processes=2, timeout=10)
 def wait_longer_than_the_timeout_of_the_run() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))

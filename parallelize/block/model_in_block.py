@@ -1,0 +1,263 @@
+"""One model of a block on the way of its calls: from the user's call to the engine, and back.
+
+model(x)            Route: the methods that are set on the model for the time of the block
+_call               the inputs are moved to the device
+_before_forward   with gradients: the first one chooses the engine and logs one line; changes
+of the model are followed; ranks that do different things are told
+engine            the user's forward
+_after_forward    with gradients: the outputs are marked in the graph
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from parallelize.agreement.fingerprint import require_same_model
+from parallelize.agreement.rank_consistency import run_checks
+from parallelize.agreement.verification import Verification
+from parallelize.backends.broadcast import broadcast_from_rank_0
+from parallelize.block.models import methods_of
+from parallelize.errors import SyncError
+from parallelize.gradients.autograd_graph import mark_outputs, node_of
+from parallelize.plugins.base import Engine, Inner, Session
+from parallelize.run.containers import replace_leaves
+from parallelize.run.context import Runtime, current
+from parallelize.run.process_group import default_store
+from parallelize.torch_patches.compile import traceable
+from parallelize.torch_patches.forward import Route, watching_registrations
+from parallelize.torch_patches.module_tensors import all_parameters
+
+if TYPE_CHECKING:
+    from parallelize.block.block import Block
+
+_NAMED_CHANGES = 3
+"""Most names in the error about a model that has changed."""
+
+
+class ModelInBlock:
+    """A model of a block, with its engine. It is the `RoutedModel` that other rooms ask.
+
+    Args:
+        block: the block.
+        model: the user's model.
+    """
+
+    def __init__(self, block: Block, model: nn.Module) -> None:
+        self._block = block
+        self.inner = _inner_of(model, block)
+        self._engine = block.build_engine(self.inner)
+        # Names of submodules and parameters that were added or replaced since the latest forward.
+        self._changes: list[str] = []
+        self._forwards = 0
+        # Those of the active run: a block with options of its own has another Runtime.
+        self._pending_checks = current().state.pending_checks
+        self._number = _number_of_model(block.run)
+        self._input_device: torch.device | None = None
+        if not self._engine.moves_inputs and block.run.device.type != "cpu":
+            self._input_device = block.run.device
+
+    @property
+    def session(self) -> Session:
+        """Mixed precision of the block."""
+        return self._block.session
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the model."""
+        return self._engine
+
+    @property
+    def replicas(self) -> nn.Module:
+        """What each rank holds a copy of."""
+        return self._engine.replicas or self.inner.model
+
+    @property
+    def verification(self) -> Verification | None:
+        """The checks of the block; None: it is of one rank."""
+        return self._block.verification
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Route calls of the model inside the context, and close its engine at the end."""
+        inner = self.inner
+        route = Route(
+            inner.model,
+            inner.original_methods,
+            call=self._call,
+            bind=inner.bind_method,
+            owner=self,
+        )
+        self._block.summary.add_model(inner.model, self._engine)
+        has_failed = True
+        try:
+            route.install()
+            with watching_registrations(self._on_registered):
+                yield
+            has_failed = False
+        finally:
+            route.uninstall()
+            self._engine.close(failed=has_failed)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backward leaves gradients local."""
+        reducer = self._block.reducer
+        if reducer is not None and self._engine.reduction is not None:
+            return reducer.no_sync(self.replicas)
+        return self._engine.no_sync()
+
+    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Run a method of the model by the engine; called by the route."""
+        self.inner.__dict__["method"] = method  # nn.Module.__setattr__ is slow
+        if self._input_device is not None:
+            args, kwargs = replace_leaves(self._on_input_device, (args, kwargs))
+        if not torch.is_grad_enabled():
+            # A rank may evaluate alone, so that nothing here waits for other ranks.
+            return self.session.route(self._engine.local, *args, **kwargs)
+        self._before_forward((args, kwargs))
+        output = self.session.route(self._engine.module, *args, **kwargs)
+        self._after_forward(output, (args, kwargs))
+        return output
+
+    def _on_input_device(self, leaf: Any) -> Any:
+        """Return a tensor of the inputs on the device; any other value as it is."""
+        device: Any = self._input_device
+        if isinstance(leaf, (torch.Tensor, PackedSequence)):
+            return leaf.to(device, non_blocking=True)
+        return leaf
+
+    def _before_forward(self, inputs: Any) -> None:
+        """Do what a forward with gradients needs: all ranks make it together."""
+        block = self._block
+        if not block.first_step.is_over:
+            block.first_step.add(inputs)
+        if not self._engine.is_chosen:
+            self._choose_engine(inputs)
+        if not block.summary.is_over:
+            block.summary.log_once()
+        if self._changes:
+            self._follow_changes()
+        self._forwards += 1
+        if self._pending_checks and self._engine.reduction is not None:
+            run_checks(self._pending_checks, f"{self._number}/{self._forwards}")
+
+    def _choose_engine(self, inputs: Any) -> None:
+        """Let the engine choose how to run the model, by the inputs of the first forward."""
+        if self._block.reducer is not None:
+            # An engine that shards parameters would take over the reducer's hooks with them.
+            self._block.reducer.close()
+        self._engine.choose(inputs)
+        self._block.refresh()
+
+    def _after_forward(self, output: Any, inputs: Any) -> None:
+        """Mark the outputs, once for all that search graphs, and watch what begins at them."""
+        averaging, batch_losses = self._block.averaging, self._block.batch_losses
+        owner_of_session = self.session.mark_owner
+        owners: list[object] = []
+        if averaging.needs_marks:
+            owners.append(averaging)
+        if owner_of_session is not None:
+            owners.append(owner_of_session)
+        if not owners and self._block.run.world.world_size == 1:
+            return
+        # Function modes, such as the user's or amp's, have nothing to do with these tensors.
+        with torch._C.DisableTorchFunction():
+            nodes = mark_outputs(output, inputs=inputs, owners=owners)
+        if owner_of_session is not None:
+            self.session.watch_outputs(nodes)
+        if not batch_losses.is_over:
+            batch_losses.mark(nodes, inputs)
+        if self._engine.reduction is not None:
+            for node in nodes:
+                node.register_prehook(self._refuse_after_block)
+
+    def _refuse_after_block(self, _gradients: Any) -> None:
+        """Refuse a backward pass through an output of the block when the block has ended.
+
+        A pass that only differentiates for other tensors is no training.
+
+        Raises:
+            SyncError: the pass would train the model with gradients that nobody averages.
+        """
+        if not self._block.is_over:
+            return
+        model = self.inner.model
+        for parameter in all_parameters(model):
+            if parameter.requires_grad and torch._C._will_engine_execute_node(node_of(parameter)):
+                raise SyncError(
+                    "backward after the parallel_model block, of a forward of "
+                    f"{type(model).__name__} inside it",
+                    why="gradients are averaged over the ranks in the block only",
+                    fix="put the whole loop inside the block: "
+                    "with parallel_model(model): for x, y in loader: ...",
+                )
+
+    def _on_registered(self, module: nn.Module, name: str, value: Any) -> None:
+        """Note a submodule or parameter that is about to be added or replaced in the model.
+
+        Most calls are of other modules: torch tells of every module of the process.
+        """
+        if not self._has_part(module) or getattr(module, name, None) is value:
+            return
+        is_new = isinstance(value, nn.Module) or name not in module._parameters
+        # An engine that shards or places parameters sets other ones by itself.
+        if is_new or self._engine.keeps_parameters:
+            self._changes.append(name)
+
+    def _has_part(self, module: nn.Module) -> bool:
+        """Whether a module is the model, or a part of it; modules may compare as they like."""
+        return any(part is module for part in self.inner.model.modules())
+
+    def _follow_changes(self) -> None:
+        """Let all ranks get parameters that were added or replaced from rank 0, and hook them.
+
+        Raises:
+            SyncError: the engine has sharded or placed the parameters that the model had.
+        """
+        model = self.inner.model
+        if not self._engine.keeps_parameters:
+            names = ", ".join(self._changes[:_NAMED_CHANGES])
+            backend = self._block.run.config.backend.name
+            raise SyncError(
+                f"{type(model).__name__} has changed: {names} was added or replaced",
+                why=f"{backend} has sharded or placed its parameters at the entry of the block",
+                fix="change the model before the block, or leave the block and enter it again",
+            )
+        self._changes.clear()
+        model.to(self._block.run.device)
+        if self._block.reducer is not None and self._engine.reduction is not None:
+            require_same_model(model)
+            slots = self._block.reducer.slots
+            broadcast_from_rank_0([each for each in all_parameters(model) if id(each) not in slots])
+        self._engine.refresh()
+        self._block.refresh()
+
+
+def _inner_of(model: nn.Module, block: Block) -> Inner:
+    """Return the module that calls a model's methods as they are before the block."""
+    original_methods = {}
+    for name, method in methods_of(model, block.options.methods).items():
+        original_methods[name] = traceable(method)
+    return Inner(
+        model,
+        original_methods=original_methods,
+        session=block.session,
+        buffer_source=block.options.buffers or "rank0",
+    )
+
+
+def _number_of_model(run: Runtime) -> int:
+    """Count the models that this rank has brought into blocks, in the store of the ranks.
+
+    All ranks bring their models in one order, so that a model has the same number on each. Sync
+    points have it in their names. The count is in the store, because these names are: another run
+    in the same process group may not use one again.
+    """
+    if run.world.world_size == 1:
+        return 0
+    return int(default_store().add(f"parallelize/models of rank {run.world.rank}", 1))

@@ -1,0 +1,105 @@
+"""Options of a block that contradict each other, or its models: refused before any is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from parallelize.block.models import LeafTensor
+from parallelize.errors import ConfigError
+from parallelize.gradients.averaging import Average
+from parallelize.plugins.base import Amp
+from parallelize.run.context import Runtime
+from parallelize.torch_patches.module_tensors import all_named_parameters
+
+
+def refuse_contradictions(
+    run: Runtime,
+    models: Sequence[nn.Module],
+    *,
+    average: Average,
+    buffers: str | None,
+) -> None:
+    """Refuse options that do not support each other, or the models.
+
+    Args:
+        run: runtime of this process, with the options of the run.
+        models: those of the block.
+        average: how gradients of the ranks are averaged.
+        buffers: whose floating buffers all ranks get; None: not chosen.
+
+    Raises:
+        ConfigError: two options, or an option and a model, contradict each other.
+    """
+    _refuse_apex(run, average)
+    _refuse_for_logical(run, models, average)
+    _refuse_shared(run, models)
+    if buffers == "mean" and run.config.wrap is not None:
+        raise ConfigError(
+            "buffers='mean' with wrap=",
+            why="its module broadcasts rank 0's buffers",
+            fix="drop buffers=, or use backend='ddp'",
+        )
+
+
+def _refuse_apex(run: Runtime, average: Average) -> None:
+    is_apex = run.config.amp is not None and run.config.amp_engine.name == "apex"
+    if is_apex and average != "ranks":
+        raise ConfigError(
+            f"average={average!r} with amp_engine='apex'",
+            why="Apex has copied the averaged gradients to its master parameters before they could "
+            "be weighted",
+            fix="use amp_engine='native'",
+        )
+
+
+def _refuse_for_logical(run: Runtime, models: Sequence[nn.Module], average: Average) -> None:
+    if not run.config.logical:
+        return
+    if average != "ranks":
+        contradiction = f"average={average!r}"
+    elif any(isinstance(model, LeafTensor) for model in models):
+        contradiction = "a tensor that is trained beside the models"
+    else:
+        return
+    raise ConfigError(
+        f"logical={run.config.logical} with {contradiction}",
+        why="only the gradients of means over samples, through a model's forward, are divided into "
+        "parts",
+        fix="use losses that are means over samples, and parameters of a module",
+    )
+
+
+def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
+    """Refuse parameters that several models have, where each model shards or casts its own."""
+    option = _option_per_model(run)
+    if option is None:
+        return
+    first_owners: dict[int, tuple[nn.Module, str]] = {}
+    for model in models:
+        for name, parameter in all_named_parameters(model):
+            described = (model, f"{name} of {type(model).__name__}")
+            owner, text = first_owners.setdefault(id(parameter), described)
+            if owner is not model:
+                raise ConfigError(
+                    f"{text}, which another model of the block shares, with {option}",
+                    why="each model shards or casts its own parameters",
+                    fix="put the models into one nn.Module, pass that, and name its methods in "
+                    "methods=[...]",
+                )
+
+
+def _option_per_model(run: Runtime) -> str | None:
+    """Return an option by which each model shards or casts its own parameters, or None."""
+    backend = run.config.backend
+    if backend.shards_gradients and run.world.world_size > 1:
+        return f"backend={backend.name!r}"
+    amp: Amp | None = run.config.amp
+    if amp is None:
+        return None
+    if amp.level in {"O2", "O3"}:
+        return f"amp level {amp.level}"
+    if run.config.amp_engine.name != "native":
+        return f"amp_engine={run.config.amp_engine.name!r}"
+    return None
