@@ -1,7 +1,17 @@
-"""Comparison of tensors across ranks: a 64-bit fingerprint of them, gathered from all ranks.
+"""Do the ranks hold the same tensors? Each sends 8 bytes for each tensor.
 
-Comparisons have a group of their own. A rank that makes another call instead is in another group, so that hang
-detection tells where both are, and no collective gets the data of another one.
+Glossary of the room:
+    fingerprint   an int64 that depends on every element of a tensor and on its position
+    digest        an int64 that depends on a text
+    difference    a tensor that is not the same on all ranks, and the first rank that has another
+    message       what a rank sends to the others in `gather`, signed with the key of the run
+    plain value   numbers, texts, tensors and containers of them, which are read without pickle
+    sync point    a place in the program that every rank passes once
+    setting       a number of an optimizer's param group
+    coupled       of samples: in a loss that is no mean over them
+
+Comparisons have a process group of their own. A rank that makes another call in their place waits
+in another group, so that hang detection can name both lines, and no collective gets foreign data.
 """
 
 from __future__ import annotations
@@ -10,7 +20,8 @@ import hashlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,108 +32,184 @@ from parallelize.errors import SyncError
 from parallelize.run import context
 from parallelize.run.process_group import GroupPurpose, separate_group
 from parallelize.run.user_line import user_stacklevel
-from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters, all_parameters
+from parallelize.torch_patches.module_tensors import (
+    all_named_buffers,
+    all_named_parameters,
+    all_parameters,
+)
 
-__all__ = ["differences", "digest", "fingerprint", "require_same_model", "warn_if_trained_apart"]
+__all__ = [
+    "Difference",
+    "differences",
+    "digest",
+    "fingerprint",
+    "require_same_model",
+    "warn_if_trained_apart",
+]
 
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_MAX_ELEMENTS = 2**18
-"""Size of a part of a tensor on the CPU, of which a sum is computed at once. Its copies stay in the caches."""
+# The two multipliers of the splitmix64 generator, as signed integers of 64 bits.
+_FIRST_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
+_SECOND_MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
 
-_MAX_ELEMENTS_ON_ACCELERATOR = 2**22
-"""Size of a part on an accelerator. Its ten kernels run for longer than their starts take, in 160 MB of memory."""
+_CHUNK_ELEMENTS = 2**18
+"""Elements of a tensor on the CPU that are summed at once: their copies stay in the caches."""
 
-# Models that have been in a block of this process.
-_entered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_CHUNK_ELEMENTS_ON_ACCELERATOR = 2**22
+"""Those on an accelerator: the ten kernels take longer than their starts, in 160 MB of memory."""
+
+# A model outlives the run: in a script without a decorated function, each block is a run of its
+# own. Only whether a model is in it is asked, so that it is the same on all ranks.
+_models_of_earlier_blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same on all ranks.
+
+    Attributes:
+        index: its position among the compared ones.
+        rank: the first rank whose tensor differs from rank 0's.
+    """
+
+    index: int
+    rank: int
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a 0-dim int64 tensor that depends on all elements of the tensors and their positions; 0 for zeros.
+    """Return one fingerprint of several tensors, 0-dim; 0 for zeros, and for no tensors.
 
-    That of a large tensor depends on whether it is on the CPU: ranks compare tensors on the same type of device.
+    That of a large tensor depends on whether it is on the CPU: ranks have to compare tensors on the
+    same type of device.
     """
-    parts = list[torch.Tensor]()
+    sums = [torch.zeros((), dtype=torch.int64)]
     for tensor in tensors:
-        size = _MAX_ELEMENTS if tensor.device.type == "cpu" else _MAX_ELEMENTS_ON_ACCELERATOR
-        parts += torch.split(_flat(tensor.detach()), size)
-    sums = [torch.zeros((), dtype=torch.int64), *map(_weighted_sum, parts)]
-    return _weighted_sum(torch.stack([each.to(sums[-1].device) for each in sums]))
+        sums += map(_position_weighted_sum, _chunks_of(tensor))
+    device = sums[-1].device
+    return _position_weighted_sum(torch.stack([chunk_sum.to(device) for chunk_sum in sums]))
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
+def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor in flat chunks; complex numbers as pairs of real ones."""
+    dense = tensor.detach()
+    if dense.layout is not torch.strided:
+        dense = dense.to_dense()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    is_on_cpu = dense.device.type == "cpu"
+    size = _CHUNK_ELEMENTS if is_on_cpu else _CHUNK_ELEMENTS_ON_ACCELERATOR
+    yield from torch.split(dense.reshape(-1), size)
 
 
-def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
+def _position_weighted_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of all elements, each times an odd weight of its position.
+
+    An odd number has an inverse modulo 2**64, so that a change of one element changes the sum. The
+    high bits are mixed into the low ones before. Otherwise a sign that changes in two elements
+    would not be seen: 2**63 times the sum of two odd weights is 0 modulo 2**64.
+    """
     if values.is_floating_point() and values.element_size() > 1:
-        values = values + 0.0  # -0.0 becomes 0.0
-    bits = values.view(_AS_INTEGER[values.element_size()]).to(torch.int64)
-    weights = torch.arange(1, len(bits) + 1, device=bits.device) * _FACTORS[0]
-    # Weights are odd, and the highest bits are mixed with others: the sum of an even number of them would be 0.
-    return ((bits ^ (bits >> 29)) * ((weights ^ (weights >> 31)) * _FACTORS[1] | 1)).sum()
+        values = values + 0.0  # -0.0 becomes 0.0.
+    bits = values.view(_INTEGER_OF_SIZE[values.element_size()]).to(torch.int64)
+    mixed_bits = bits ^ (bits >> 29)
+    weights = torch.arange(1, len(bits) + 1, device=bits.device) * _FIRST_MULTIPLIER
+    weights = (weights ^ (weights >> 31)) * _SECOND_MULTIPLIER
+    odd_weights = weights | 1
+    return (mixed_bits * odd_weights).sum()
 
 
-def differences(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Compare tensors bitwise across ranks; a collective in which each rank sends 8 bytes per tensor.
-
-    Args:
-        tensors: equally many on every rank.
+def differences(tensors: Sequence[torch.Tensor]) -> list[Difference]:
+    """Compare tensors bitwise across the ranks; a collective, with equally many on every rank.
 
     Returns:
-        (index, rank) of each tensor that differs, with the first rank where it differs from rank 0's.
+        The tensors that differ, in their order.
     """
     if not tensors:
         return []
-    run, found = context.current(), [fingerprint([each]) for each in tensors]
-    # Read in one piece: each copy from a device waits for it.
-    local = torch.stack([each.to(found[-1].device) for each in found]).cpu()
-    rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, local, group=separate_group(run.world, run.device, GroupPurpose.COMPARISONS))
-    is_other = torch.stack(rows) != rows[0]  # (ranks, tensors)
-    return [(index, int(is_other[:, index].nonzero()[0])) for index in is_other.any(0).nonzero().flatten().tolist()]
+    table = _gathered(_fingerprints_on_host(tensors))
+    is_different = table != table[0]
+    found_differences = []
+    for index in is_different.any(0).nonzero().flatten().tolist():
+        ranks = is_different[:, index].nonzero().flatten()
+        found_differences.append(Difference(index, rank=int(ranks[0])))
+    return found_differences
+
+
+def _fingerprints_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the fingerprint of each tensor, of shape (tensors,), on the CPU.
+
+    They are stacked before they are copied: every copy from a device waits for it.
+    """
+    fingerprints = [fingerprint([tensor]) for tensor in tensors]
+    device = fingerprints[-1].device
+    return torch.stack([number.to(device) for number in fingerprints]).cpu()
+
+
+def _gathered(row: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, of shape (ranks, length of a row)."""
+    run = context.current()
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    group = separate_group(run.world, run.device, GroupPurpose.COMPARISONS)
+    dist.all_gather(rows, row, group=group)
+    return torch.stack(rows)
 
 
 def require_same_model(model: nn.Module) -> None:
-    """Check that a model has the same structure on all ranks; a collective that compares a hash.
+    """Check that a model has the same structure on all ranks; a collective.
+
+    The ranks exchange one digest, and the descriptions of all tensors only if that differs.
 
     Raises:
         SyncError: a parameter or buffer differs in name, shape, dtype or `requires_grad`.
     """
-    parts = [
-        f"{name} ({_kind(each)}, {tuple(each.shape)}, {each.dtype})"
-        for name, each in (*all_named_parameters(model), *all_named_buffers(model))
-    ]
-    for _, rank in differences([digest(repr(parts))]):
-        found = gather_objects(parts)
-        pairs = itertools.zip_longest(found[0], found[rank], fillvalue="nothing more")
-        first, other = next(pair for pair in pairs if pair[0] != pair[1])
+    descriptions = []
+    for name, tensor in (*all_named_parameters(model), *all_named_buffers(model)):
+        role = _role_of(tensor)
+        descriptions.append(f"{name} ({role}, {tuple(tensor.shape)}, {tensor.dtype})")
+    for difference in differences([digest(repr(descriptions))]):
+        descriptions_by_rank = gather_objects(descriptions)
+        pairs = itertools.zip_longest(
+            descriptions_by_rank[0], descriptions_by_rank[difference.rank], fillvalue="nothing more"
+        )
+        of_rank_0, of_rank = next(pair for pair in pairs if pair[0] != pair[1])
         raise SyncError(
-            f"{type(model).__name__} on rank {rank} has {other} where rank 0 has {first}",
+            f"{type(model).__name__} on rank {difference.rank} has {of_rank} where rank 0 has "
+            f"{of_rank_0}",
             why="parallel training needs the same model on every rank",
             fix="build the model from the same arguments on every rank; freeze the same parameters",
         )
 
 
+def _role_of(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, nn.Parameter):
+        return "buffer"
+    return "trained" if tensor.requires_grad else "frozen"
+
+
 def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
-    """Warn if models that have been in a block before, and get rank 0's parameters now, differ; sends 32 bytes."""
-    is_known = all(each in _entered for each in models)
-    _entered.update(models)
-    parameters = [each for model in models for each in all_parameters(model)] if is_known else []
-    found = [index for index, _ in differences([torch.tensor(float(is_known)), fingerprint(parameters)])]
-    if is_known and found == [1] and context.is_main():
+    """Warn of models that the ranks have trained apart between two blocks; a collective.
+
+    At the entry of a block they get rank 0's parameters, and what the other ranks have trained is
+    lost. At the first block of a model this is as it should be.
+    """
+    were_in_block = all(model in _models_of_earlier_blocks for model in models)
+    _models_of_earlier_blocks.update(models)
+    parameters: list[torch.Tensor] = []
+    if were_in_block:
+        for model in models:
+            parameters += all_parameters(model)
+    differing = differences([torch.tensor(float(were_in_block)), fingerprint(parameters)])
+    are_parameters_different = [difference.index for difference in differing] == [1]
+    if were_in_block and are_parameters_different and context.is_main():
+        names = ", ".join(type(model).__name__ for model in models)
         warnings.warn(
-            f"{', '.join(type(each).__name__ for each in models)} has changed differently on the ranks since its last "
-            "parallel_model block, and gets rank 0's parameters. Right if rank 0 has loaded or initialized them; put "
-            "the whole loop into one block if ranks have trained it in between, or have called backward after a block.",
+            f"{names} has changed differently on the ranks since its last parallel_model block, "
+            "and gets rank 0's parameters. Right if rank 0 has loaded or initialized them; put the "
+            "whole loop into one block if ranks have trained it in between, or have called "
+            "backward after a block.",
             stacklevel=user_stacklevel(),
         )
-
-
-def _kind(each: torch.Tensor) -> str:
-    return "buffer" if not isinstance(each, nn.Parameter) else "trained" if each.requires_grad else "frozen"
 
 
 def digest(text: str) -> torch.Tensor:

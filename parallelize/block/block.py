@@ -35,7 +35,7 @@ from parallelize.agreement.first_step import FirstStep
 from parallelize.agreement.verification import Verification
 from parallelize.block.model_in_block import ModelInBlock
 from parallelize.gradients.averaging import Average, Averaging
-from parallelize.gradients.batch_weights import refusing_lost_weights
+from parallelize.gradients.batch_weights import Weight, refusing_lost_weights
 from parallelize.gradients.reducer import Reducer
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
 from parallelize.run.context import Runtime
@@ -135,21 +135,15 @@ class Block:
             stack.callback(reducer.close)
             if reducer.models:
                 stack.enter_context(subscribed(Order.REDUCE, reducer.around_backward))
-            verification = Verification(
-                self.run,
-                self._replicas,
-                reducer=reducer,
-                warns_of_buffers=self._warns_of_buffers(),
-                loss_weight=self.averaging.loss_weight,
-                before_first_step=self._before_first_step,
-            )
+            verification = Verification(self, reducer)
             stack.enter_context(verification.active())
             stack.enter_context(self.batch_losses.active())
             self.reducer = reducer
             self.verification = verification
             yield
 
-    def _warns_of_buffers(self) -> bool:
+    @property
+    def warns_of_buffers(self) -> bool:
         """Whether buffers that differ between the ranks are a surprise: nobody has chosen it."""
         if self.options.buffers is not None:
             return False
@@ -157,12 +151,16 @@ class Block:
         keeps_alike: bool = getattr(self.run.config.backend, "broadcast_buffers", True)
         return keeps_alike
 
-    def _before_first_step(self) -> None:
+    def loss_weight(self) -> Weight:
+        """Return the weight of this rank's latest loss in the mean over the ranks."""
+        return self.averaging.loss_weight()
+
+    def before_first_step(self) -> None:
         """Compare the inputs of the ranks, and what their losses average over."""
         self.batch_losses.before_first_step()
         self.first_step.compare(self.averaging.end_first_step())
 
-    def _replicas(self) -> list[nn.Module]:
+    def replicas(self) -> list[nn.Module]:
         """Return what each rank holds a copy of; some engines know it after the first forward."""
         return [model.replicas for model in self._models_in_block if model.engine.is_replica]
 

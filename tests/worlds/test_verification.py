@@ -132,6 +132,69 @@ def hand_written_descent_under_no_sync(model: Mlp, _: Any, wrong: bool) -> None:
                 each.sub_(0.1 * each.grad)
 
 
+PLATEAU = r"{} of group 0 of {}: {} on rank 0, {} on rank 1, {}.*ReduceLROnPlateau.*all_reduce\(metric, 'mean'\)"
+
+
+def plateau(make: Callable[[Any], torch.optim.Optimizer], *, wrong: bool, **options: Any) -> Any:
+    """Train with a scheduler that is fed with this rank's metric; rank 1 has reached a plateau."""
+    model = mlp()
+    with parallel_model(model, **options):
+        optimizer = make(model.parameters())
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            square(model(batch(step))).backward()
+            optimizer.step()
+            scheduler.step(float(step if rank() == 1 and wrong else -step))
+    return [float(group["lr"]) for group in optimizer.param_groups], model.state_dict()
+
+
+@told(PLATEAU.format("lr", "SGD", "0.1", "0.025", "at the end of the block"))
+def scheduler_of_its_own_metric(wrong: bool) -> Any:
+    return plateau(lambda parameters: torch.optim.SGD(parameters, 0.1), wrong=wrong)
+
+
+@told(PLATEAU.format("lr", "AdamW", "0.125", "0.03125", "at the end of the block"))
+def scheduler_of_its_own_metric_and_a_rate_in_a_tensor(wrong: bool) -> Any:
+    rate = torch.tensor(0.125)
+    return plateau(lambda parameters: torch.optim.AdamW(parameters, rate.clone()), wrong=wrong)
+
+
+@told(PLATEAU.format("lr", "Adam", "0.1", "0.025", "at the end of the block"))
+def scheduler_of_its_own_metric_under_fsdp(wrong: bool) -> Any:
+    return plateau(lambda parameters: torch.optim.Adam(parameters, 0.1), wrong=wrong, backend="fsdp")
+
+
+@told(PLATEAU.format("lr", "Adam", "0.1", "0.05", "after 2 optimizer steps"))
+def scheduler_of_its_own_metric_under_fsdp_with_verified_steps(wrong: bool) -> Any:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, 0.1)
+
+    return plateau(make, wrong=wrong, backend="fsdp", verify_every=2)
+
+
+@told_in_a_block(r"betas of group 1 of AdamW: \['0.9', '0.999'\] on rank 0, \['0.8', '0.999'\] on rank 1")
+def momentum_of_one_group(model: Mlp, _: Any, wrong: bool) -> None:
+    groups = [{"params": model.encoder.parameters()}, {"params": model.head.parameters(), "name": f"rank {rank()}"}]
+    optimizer = torch.optim.AdamW(groups)
+    if wrong and rank() == 1:
+        optimizer.param_groups[1]["betas"] = (0.8, 0.999)
+    square(model(batch(0))).backward()
+    optimizer.step()
+
+
+@told_in_a_block("")
+def optimizers_of_which_one_rank_has_freed_some(model: Mlp, _: Any, __: bool) -> None:
+    kept = []
+    for step in range(3):
+        optimizer = sgd(model)
+        if rank() == 1:
+            kept.append(optimizer)
+        optimizer.zero_grad()
+        square(model(batch(step))).backward()
+        optimizer.step()
+
+
 class Codebook(Mlp):
     """Its forward moves a frozen parameter to this rank's mean, as that of a VQ-VAE."""
 

@@ -62,7 +62,7 @@ def test_layout_and_the_sign_of_zero_do_not_matter() -> None:
 
 def test_large_tensors_are_hashed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, and the place of each tensor among the others, counts."""
-    monkeypatch.setattr(comparison, "_MAX_ELEMENTS", 5)
+    monkeypatch.setattr(comparison, "_CHUNK_ELEMENTS", 5)
     one, other = VALUES, torch.ones(2)
     for position in range(VALUES.numel()):
         changed = VALUES.clone()

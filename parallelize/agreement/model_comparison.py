@@ -1,0 +1,129 @@
+"""Do the ranks hold the same parameters and buffers? Each sends 8 bytes for all of them.
+
+1   one fingerprint of all tensors, on every rank             equal: that was all
+2   one fingerprint for each tensor, to find those that differ
+3   the largest difference of each of the first three, for the message
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from parallelize.agreement.fingerprint import differences, fingerprint
+from parallelize.errors import SyncError
+from parallelize.gradients import differentiable
+from parallelize.run.context import is_main
+from parallelize.run.user_line import user_stacklevel
+from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
+
+__all__ = [
+    "NamedTensor",
+    "differing_parameters_error",
+    "fingerprint_of",
+    "floating_buffers_of",
+    "listed_names",
+    "parameters_of_models",
+    "warn_of_differing_buffers",
+]
+
+_MOST_SHOWN = 3
+
+
+class NamedTensor(NamedTuple):
+    """A tensor, with what an error calls it, such as "encoder.weight of Mlp"."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+def parameters_of_models(models: Sequence[nn.Module]) -> list[NamedTensor]:
+    """Return the parameters of several models."""
+    parameters = []
+    for model in models:
+        for name, parameter in all_named_parameters(model):
+            parameters.append(NamedTensor(f"{name} of {type(model).__name__}", parameter))
+    return parameters
+
+
+def floating_buffers_of(models: Sequence[nn.Module]) -> list[NamedTensor]:
+    """Return the buffers of several models that training may have changed on each rank."""
+    buffers = []
+    for model in models:
+        for name, buffer in all_named_buffers(model):
+            if buffer.is_floating_point():
+                buffers.append(NamedTensor(f"{name} of {type(model).__name__}", buffer))
+    return buffers
+
+
+def fingerprint_of(named_tensors: Sequence[NamedTensor]) -> torch.Tensor:
+    """Return one fingerprint of all tensors."""
+    return fingerprint([tensor for _name, tensor in named_tensors])
+
+
+def differing_parameters_error(when: str, parameters: Sequence[NamedTensor]) -> SyncError:
+    """Return the error for parameters of which some differ; a collective, which finds those.
+
+    Args:
+        when: such as "at the end of the block".
+        parameters: all of them.
+    """
+    differing = _differing(parameters)
+    shown = []
+    for name, parameter in differing[:_MOST_SHOWN]:
+        shown.append(f"{name} by up to {_largest_difference(parameter):.3g}")
+    return SyncError(
+        f"{len(differing)} of {len(parameters)} parameters differ between the ranks {when}: "
+        f"{', '.join(shown)}",
+        why="code that only some ranks run, or that draws random numbers, has changed gradients "
+        "after their averaging, or the parameters themselves",
+        fix="make the same changes on every rank, with numbers that are equal on all of them "
+        "(parallelize.all_reduce, generators with equal seeds); verify_every=1 finds the step",
+    )
+
+
+def warn_of_differing_buffers(buffers: Sequence[NamedTensor]) -> bool:
+    """Return whether buffers differ, of which rank 0 warns; a collective if there are any."""
+    if not buffers or not differences([fingerprint_of(buffers)]):
+        return False
+    names = listed_names(_differing(buffers))
+    if is_main():
+        advice = ""
+        if "running_mean" in names:
+            advice = (
+                " On GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) trains batch norm as "
+                "one process does."
+            )
+        warnings.warn(
+            f"buffers differ between the ranks, and rank 0's are kept: {names}. Each rank has "
+            "updated its own from its part of the batch. parallel_model(model, buffers='mean') "
+            "keeps their mean, buffers='rank0' keeps rank 0's without this warning." + advice,
+            stacklevel=user_stacklevel(),
+        )
+    return True
+
+
+def _differing(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    tensors = [tensor for _name, tensor in named_tensors]
+    return [named_tensors[difference.index] for difference in differences(tensors)]
+
+
+def _largest_difference(tensor: torch.Tensor) -> float:
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    values = tensor.detach().to(dtype)
+    values_of_rank_0 = differentiable.broadcast(values, 0)
+    difference = (values - values_of_rank_0).abs().max()
+    return float(differentiable.all_reduce(difference, "max"))
+
+
+def listed_names(named_tensors: Sequence[NamedTensor], most: int = _MOST_SHOWN) -> str:
+    """Return the first names, and how many there are beside them."""
+    names = [name for name, _tensor in named_tensors]
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
