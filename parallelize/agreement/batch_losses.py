@@ -25,8 +25,6 @@ from parallelize.run.context import Runtime, current
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 
-__all__ = ["BatchLosses"]
-
 
 class BatchLosses:
     """The check of one block of several ranks.

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from parallelize.agreement.coupling_rules import (
+from parallelize.agreement.coupling_rules import RULES
+from parallelize.agreement.coupling_values import (
     CONSTANT,
-    RULES,
     UNKNOWN,
     Dependence,
     Operand,
@@ -28,8 +28,6 @@ from parallelize.agreement.coupling_rules import (
     operation_name,
     shape_of,
 )
-
-__all__ = ["BATCH_KEY", "Batch", "coupling_operation"]
 
 BATCH_KEY: Any = "parallelize: batch"
 """Key of the metadata of a node that has computed an output of a model; its value is a `Batch`."""

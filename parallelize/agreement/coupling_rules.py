@@ -18,136 +18,25 @@ Glossary:
 
 from __future__ import annotations
 
-import enum
 import math
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-__all__ = [
-    "CONSTANT",
-    "RULES",
-    "UNKNOWN",
-    "Dependence",
-    "Operand",
-    "Operation",
-    "Value",
-    "operation_name",
-    "shape_of",
-]
-
-Shape = tuple[int, ...]
-
-
-class Dependence(enum.Enum):
-    """How the elements of a value depend on the samples of a batch."""
-
-    CONSTANT = enum.auto()
-    """On none."""
-    PER_SAMPLE = enum.auto()
-    """Each element on one sample, and the elements together on several."""
-    SUMMED = enum.auto()
-    """Each element is a sum of several terms, each of which depends on one sample."""
-    PAIRED = enum.auto()
-    """Element [i, j] is a function of sample i and sample j, as those of x @ y.T."""
-    COUPLED = enum.auto()
-    """On several samples, and no sum of functions of one sample."""
-    UNKNOWN = enum.auto()
-    """It cannot be told."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """What is known of a value.
-
-    Args:
-        dependence: how its elements depend on samples.
-        batch_dims: the batch dimension of PER_SAMPLE, or the two of PAIRED; empty: not known.
-        rows: number of rows, which tells where the batch dimension is after a reshape.
-        selection: node and output number of the operation that has selected or joined rows; None:
-            all rows of the batch, in their order. After different selections, one row may have
-            different samples.
-        is_masked: whether elements of PAIRED may have been left out, such as all pairs of different
-            samples.
-        operation: name of the operation that has coupled samples.
-    """
-
-    dependence: Dependence
-    batch_dims: tuple[int, ...] = ()
-    rows: int = 0
-    selection: tuple[Any, int] | None = None
-    is_masked: bool = False
-    operation: str = ""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A value that an operation has taken, with its shape."""
-
-    value: Value
-    shape: Shape
-
-
-CONSTANT = Value(Dependence.CONSTANT)
-_SUMMED = Value(Dependence.SUMMED)
-UNKNOWN = Value(Dependence.UNKNOWN)
-
-
-class Operation:
-    """An operation in the graph.
-
-    Args:
-        node: its node.
-        output: number of the output that is looked at.
-        operands: what it has taken. Constants have no shape.
-    """
-
-    def __init__(self, node: Any, output: int, operands: Sequence[Operand]) -> None:
-        self.node, self.edge, self.operands = node, (node, output), operands
-        self.name = operation_name(node)
-        self.shape = shape_of(node, output)
-
-    @property
-    def first(self) -> Operand:
-        """The first operand, which is the only one of reductions and movements."""
-        return self.operands[0]
-
-    @property
-    def dependent(self) -> list[Operand]:
-        """The operands that are no constants."""
-        return [operand for operand in self.operands if operand.value != CONSTANT]
-
-    def saved_dim(self, name: str, ndim: int) -> int:
-        """Return a dimension that the operation has saved, counted from 0."""
-        return _from_front(getattr(self.node, name), ndim)
-
-    def coupled(self) -> Value:
-        """Return the value of an operation that couples samples."""
-        return Value(Dependence.COUPLED, operation=self.name)
-
+from parallelize.agreement.coupling_values import (
+    CONSTANT,
+    SUMMED,
+    UNKNOWN,
+    Dependence,
+    Operand,
+    Operation,
+    Shape,
+    Value,
+    from_front,
+)
 
 _Rule = Callable[[Operation], Value]
-
-
-def operation_name(node: Any) -> str:
-    """Return the name of torch's own operation; "" for others, such as a user's Function."""
-    match = re.fullmatch(r"(\w+)Backward\d", node.name())
-    return match[1] if match else ""
-
-
-def shape_of(node: Any, output: int) -> Shape:
-    """Return the shape of what a node has computed."""
-    # Not that of a saved tensor: hooks on saved tensors would load it from where it is.
-    return tuple(node._input_metadata[output].shape)
-
-
-def _from_front(dim: int, ndim: int) -> int:
-    # Nodes show a negative dimension as an unsigned number of 64 bits.
-    signed = dim - 2**64 if dim >= 2**63 else dim
-    return signed % max(ndim, 1)
 
 
 # Element by element. Shapes are broadcast: dimensions are counted from the last one.
@@ -163,26 +52,38 @@ def _aligned(operation: Operation) -> list[Value]:
     return values
 
 
+def _has(values: Sequence[Value], dependence: Dependence) -> bool:
+    """Whether one of the values depends on samples in this way."""
+    return dependence in [value.dependence for value in values]
+
+
 def _joined(values: Sequence[Value]) -> Value:
-    """Return what is known of a sum of values, or of any function if no value is SUMMED."""
+    """Return what is known of a sum of values, or of any function if no value is SUMMED.
+
+    A sum of x[:, None] and y[None] has a term of each of two samples in every element, so that it
+    is SUMMED. In a function that is not linear, these are coupled.
+    """
     first = values[0]
     if len(values) == 1:
         return first
-    dependences = {value.dependence for value in values}
-    if Dependence.SUMMED in dependences:
-        return UNKNOWN if Dependence.PAIRED in dependences else _SUMMED
-    if Dependence.PAIRED in dependences:
+    if _has(values, Dependence.SUMMED):
+        return UNKNOWN if _has(values, Dependence.PAIRED) else SUMMED
+    if _has(values, Dependence.PAIRED):
         return _joined_pairs(values)
-    selections = {value.selection for value in values}
-    if len(selections) > 1 or not all(value.batch_dims for value in values):
-        return UNKNOWN
-    if all(value.batch_dims == first.batch_dims for value in values):
-        return first
-    return _SUMMED
+    for value in values:
+        if value.selection != first.selection or not value.batch_dims:
+            return UNKNOWN
+    for value in values:
+        if value.batch_dims != first.batch_dims:
+            return SUMMED
+    return first
 
 
 def _joined_pairs(values: Sequence[Value]) -> Value:
-    pairs = next(value for value in values if value.dependence is Dependence.PAIRED)
+    """Return what is known of a function of pairs, and of values of one of their two samples."""
+    pairs = values[0]
+    if pairs.dependence is not Dependence.PAIRED:
+        pairs = values[1]
     is_masked = False
     for value in values:
         is_masked |= value.is_masked
@@ -192,15 +93,18 @@ def _joined_pairs(values: Sequence[Value]) -> Value:
 
 
 def _linear(operation: Operation) -> Value:
+    """Return what is known of a sum, of a difference, or of a value that stays as it is."""
     return _joined(_aligned(operation))
 
 
 def _masking(operation: Operation) -> Value:
+    """Return what is known of values of which a constant has replaced some."""
     value = _linear(operation)
     return replace(value, is_masked=value.dependence is Dependence.PAIRED)
 
 
 def _nonlinear(operation: Operation) -> Value:
+    """Return what is known of e.g. an exponential: that of a sum is no sum of terms."""
     if operation.name == "Pow" and getattr(operation.node, "_saved_exponent", None) == 1:
         return _linear(operation)
     value = _linear(operation)
@@ -216,11 +120,14 @@ def _piecewise_linear(operation: Operation) -> Value:
 
 
 def _multiplied(operation: Operation, values: Sequence[Value]) -> Value:
-    dependences = {value.dependence for value in values}
-    if len(values) > 1 and Dependence.SUMMED in dependences:
+    """Return what is known of a product of one or two values that are no constants."""
+    if len(values) == 1:
+        return values[0]
+    if _has(values, Dependence.SUMMED):
         return operation.coupled()
     joined = _joined(values)
-    if joined.dependence is Dependence.SUMMED and len(values) > 1:
+    if joined.dependence is Dependence.SUMMED:
+        # As x[:, None] * y[None]: each element is a product of two samples.
         first, second = values
         dims = (*first.batch_dims, *second.batch_dims)
         return Value(Dependence.PAIRED, dims, rows=first.rows)
@@ -228,6 +135,7 @@ def _multiplied(operation: Operation, values: Sequence[Value]) -> Value:
 
 
 def _product(operation: Operation) -> Value:
+    """Return what is known of a product of two values, one of which may be a constant."""
     value = _multiplied(operation, _aligned(operation))
     has_constant = len(operation.dependent) == 1
     if value.dependence is Dependence.PAIRED and has_constant:
@@ -250,6 +158,7 @@ def _is_scaled(operation: Operation) -> bool:
 
 
 def _quotient(operation: Operation) -> Value:
+    """Return what is known of a quotient: its divisor is inverted, which is not linear."""
     values = _aligned(operation)
     has_divisor = len(operation.operands) > 1 and operation.operands[1].value != CONSTANT
     if not has_divisor:
@@ -270,7 +179,7 @@ def _dims_of(operation: Operation) -> set[int]:
         saved = (saved,)
     if not saved:
         return set(range(ndim))
-    return {_from_front(dim, ndim) for dim in saved}
+    return {from_front(dim, ndim) for dim in saved}
 
 
 def _crosses(value: Value, dims: set[int], ndim: int) -> bool | None:
@@ -283,12 +192,15 @@ def _crosses(value: Value, dims: set[int], ndim: int) -> bool | None:
 
 
 def _without_dims(value: Value, dims: set[int], *, keepdim: bool) -> Value:
+    """Return a value after an operation has removed dimensions other than that of the batch."""
     if keepdim:
         return value
     batch_dims = []
     for batch_dim in value.batch_dims:
-        before = [dim for dim in dims if dim < batch_dim]
-        batch_dims.append(batch_dim - len(before))
+        place = batch_dim
+        for dim in dims:
+            place -= int(dim < batch_dim)
+        batch_dims.append(place)
     return replace(value, batch_dims=tuple(batch_dims))
 
 
@@ -305,7 +217,7 @@ def _summed(operation: Operation) -> Value:
         keepdim = getattr(operation.node, "_saved_keepdim", False)
         return _without_dims(value, dims, keepdim=keepdim)
     if value.dependence is Dependence.PER_SAMPLE:
-        return _SUMMED
+        return SUMMED
     return UNKNOWN if value.is_masked else operation.coupled()
 
 
@@ -328,6 +240,7 @@ def _nonlinear_reduction(operation: Operation) -> Value:
 
 
 def _softmax(operation: Operation) -> Value:
+    """Return what is known of values that are normalized along a dimension."""
     value, ndim = operation.first.value, len(operation.first.shape)
     if value.dependence is Dependence.SUMMED:
         return operation.coupled()
@@ -338,6 +251,7 @@ def _softmax(operation: Operation) -> Value:
 
 
 def _elementwise_loss(operation: Operation) -> Value:
+    """Return what is known of a loss of each element, such as a squared error."""
     value = _nonlinear(operation)
     return _after_reduction(operation, value)
 
@@ -351,12 +265,13 @@ def _picking_loss(operation: Operation) -> Value:
 
 
 def _after_reduction(operation: Operation, value: Value) -> Value:
+    """Return what is known of the losses of elements after the reduction that the loss names."""
     is_reduced = operation.node._saved_reduction != 0
     if not is_reduced or value.dependence in {Dependence.COUPLED, Dependence.UNKNOWN}:
         return value
     if value.dependence is Dependence.PAIRED:
         return UNKNOWN if value.is_masked else operation.coupled()
-    return _SUMMED
+    return SUMMED
 
 
 # Products of matrices. A place is the dimension of the result that a dimension becomes; None: the
@@ -366,17 +281,26 @@ _Places = tuple[int | None, ...]
 
 
 def _contraction(first_places: _Places, second_places: _Places) -> _Rule:
+    """Return the rule of a product of two matrices, or of batches of them.
+
+    Args:
+        first_places: the place of each dimension of the first factor.
+        second_places: those of the second factor.
+    """
+
     def rule(operation: Operation) -> Value:
-        # That of addmm and baddbmm is added first.
+        # Before the factors stands what addmm and baddbmm add, such as a bias.
         *added, first, second = operation.operands
-        if any(operand.value != CONSTANT for operand in added):
-            return UNKNOWN
+        for operand in added:
+            if operand.value != CONSTANT:
+                return UNKNOWN
         return _contracted(operation, (first, first_places), (second, second_places))
 
     return rule
 
 
 def _contracted(operation: Operation, *factors: tuple[Operand, _Places]) -> Value:
+    """Return what is known of a product, from its factors with their places."""
     values, places = [], []
     for operand, places_of_operand in factors:
         value = operand.value
@@ -390,27 +314,33 @@ def _contracted(operation: Operation, *factors: tuple[Operand, _Places]) -> Valu
         return CONSTANT
     if len(values) == 1:
         return _times_constant(values[0], places[0])
-    if Dependence.SUMMED in {value.dependence for value in values}:
+    if _has(values, Dependence.SUMMED):
         return operation.coupled()
-    if Dependence.PAIRED in {value.dependence for value in values}:
+    if _has(values, Dependence.PAIRED):
         return UNKNOWN
     return _times_samples(operation, values, places[0] + places[1])
 
 
 def _times_constant(value: Value, places: Sequence[int | None]) -> Value:
+    """Return what is known of a product of a value and a constant matrix."""
     if value.dependence is Dependence.SUMMED:
         return value
-    if None in places:
-        return _SUMMED if value.dependence is Dependence.PER_SAMPLE else UNKNOWN
-    kept = tuple(place for place in places if place is not None)
-    return replace(value, batch_dims=kept)
+    batch_dims = []
+    for place in places:
+        if place is not None:
+            batch_dims.append(place)
+        elif value.dependence is Dependence.PER_SAMPLE:
+            return SUMMED
+        else:
+            return UNKNOWN  # The constant may be zero for all pairs of different samples.
+    return replace(value, batch_dims=tuple(batch_dims))
 
 
 def _times_samples(operation: Operation, values: Sequence[Value], places: Sequence[int | None]) -> Value:
     """Return what is known of a product of two values that are per sample."""
     first_place, second_place = places
     if first_place is None and second_place is None:
-        return _SUMMED  # As x.T @ y: a sum over the samples.
+        return SUMMED  # As x.T @ y: a sum over the samples.
     if first_place is None or second_place is None:
         return operation.coupled()
     if first_place != second_place:
@@ -447,15 +377,17 @@ def _place_after_reshape(rows: int, shape_before: Shape, shape: Shape) -> int | 
 
 
 def _expanded(operation: Operation) -> Value:
+    """Return what is known of a value that is repeated along dimensions of size 1."""
     (value,) = _aligned(operation)
     return value
 
 
 def _permuted(operation: Operation) -> Value:
+    """Return what is known of a value whose dimensions have another order."""
     value, ndim = operation.first.value, len(operation.shape)
     order = list(range(ndim))
     if operation.name == "Permute":
-        order = [_from_front(dim, ndim) for dim in operation.node._saved_dims]
+        order = [from_front(dim, ndim) for dim in operation.node._saved_dims]
     elif operation.name == "Transpose":
         first = operation.saved_dim("_saved_dim0", ndim)
         second = operation.saved_dim("_saved_dim1", ndim)
@@ -467,6 +399,7 @@ def _permuted(operation: Operation) -> Value:
 
 
 def _sliced(operation: Operation) -> Value:
+    """Return what is known of a part of the elements along a dimension."""
     value = operation.first.value
     if value.dependence is Dependence.SUMMED:
         return value
@@ -484,6 +417,7 @@ def _sliced(operation: Operation) -> Value:
 
 
 def _selected(operation: Operation) -> Value:
+    """Return what is known of the elements at one position of a dimension."""
     value = operation.first.value
     if value.dependence is Dependence.SUMMED:
         return value
@@ -494,6 +428,7 @@ def _selected(operation: Operation) -> Value:
 
 
 def _gathered(operation: Operation) -> Value:
+    """Return what is known of elements at given positions along a dimension."""
     value = operation.first.value
     if value.dependence is Dependence.SUMMED:
         return value
@@ -510,12 +445,13 @@ def _picked(operation: Operation) -> Value:
 
 
 def _concatenated(operation: Operation) -> Value:
+    """Return what is known of values that are put beside each other."""
     values = [operand.value for operand in operation.dependent]
-    if all(value.dependence is Dependence.SUMMED for value in values):
-        return _SUMMED
-    is_per_sample = all(value.dependence is Dependence.PER_SAMPLE for value in values)
+    dependences = {value.dependence for value in values}
+    if dependences == {Dependence.SUMMED}:
+        return SUMMED
     value = _joined(values)
-    if not is_per_sample or len(value.batch_dims) != 1:
+    if dependences != {Dependence.PER_SAMPLE} or len(value.batch_dims) != 1:
         return UNKNOWN
     (batch_dim,) = value.batch_dims
     dim = operation.saved_dim("_saved_dim", len(operation.shape))

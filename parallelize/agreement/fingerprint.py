@@ -38,15 +38,6 @@ from parallelize.torch_patches.module_tensors import (
     all_parameters,
 )
 
-__all__ = [
-    "Difference",
-    "differences",
-    "digest",
-    "fingerprint",
-    "require_same_model",
-    "warn_if_trained_apart",
-]
-
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The two multipliers of the splitmix64 generator, as signed integers of 64 bits.
@@ -182,6 +173,7 @@ def require_same_model(model: nn.Module) -> None:
 
 
 def _role_of(tensor: torch.Tensor) -> str:
+    """Return what training does with a tensor of a model."""
     if not isinstance(tensor, nn.Parameter):
         return "buffer"
     return "trained" if tensor.requires_grad else "frozen"

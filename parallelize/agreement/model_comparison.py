@@ -21,16 +21,6 @@ from parallelize.run.context import is_main
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
 
-__all__ = [
-    "NamedTensor",
-    "differing_parameters_error",
-    "fingerprint_of",
-    "floating_buffers_of",
-    "listed_names",
-    "parameters_of_models",
-    "warn_of_differing_buffers",
-]
-
 _MOST_SHOWN = 3
 
 

@@ -20,8 +20,6 @@ from parallelize.agreement.fingerprint import digest
 from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
 
-__all__ = ["OptimizerSettings"]
-
 _MOST_OPTIMIZERS = 16
 
 

@@ -2,10 +2,16 @@
 
     8 bytes   length of the text
     text      JSON: the value, and a record for each tensor, array and bytes object in it
-    the rest  their bytes, one after the other
+    the rest  the bytes of those, in the order of their records
 
-None, booleans, numbers and strings stand for themselves in the JSON. Anything else is a list that begins with a tag:
-["list", ...], ["set", ...], ["dict", [key, value], ...], ["complex", 1.0, 0.5], ["buffer", number of the record].
+None, booleans, numbers and strings stand for themselves in the JSON. Anything else is a list that
+begins with a tag:
+
+    ["list", ...]                 a list, and so for tuples, sets and sizes
+    ["dict", [key, value], ...]   a mapping
+    ["ordered", metadata, [key, value], ...]     a state dict
+    ["complex", 1.0, 0.5]
+    ["buffer", number of the record]
 """
 
 from __future__ import annotations
@@ -20,89 +26,107 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["NotPlain", "decoded", "encoded"]
-
 _LENGTH = struct.Struct("<Q")
-_SEQUENCES: dict[type, str] = {
+_NUMERIC_ARRAY = re.compile(r"[<>|=][biufc]\d{1,2}")
+
+_TAGS_OF_SEQUENCES: dict[type, str] = {
     list: "list",
     tuple: "tuple",
     set: "set",
     frozenset: "frozenset",
     torch.Size: "size",
 }
-_MAPPINGS: dict[type, str] = {dict: "dict", Counter: "counter"}
-_TYPES_BY_TAG: dict[str, Any] = {tag: kind for kind, tag in (*_SEQUENCES.items(), *_MAPPINGS.items())}
-_NUMERIC_ARRAY = re.compile(r"[<>|=][biufc]\d{1,2}")
+_TAGS_OF_MAPPINGS: dict[type, str] = {
+    dict: "dict",
+    Counter: "counter",
+}
+_SEQUENCES_BY_TAG: dict[str, Any] = {tag: type_ for type_, tag in _TAGS_OF_SEQUENCES.items()}
+_MAPPINGS_BY_TAG: dict[str, Any] = {tag: type_ for type_, tag in _TAGS_OF_MAPPINGS.items()}
 
 
 class NotPlain(Exception):  # noqa: N818 - it is no error of a user
     """A value has a type that is not plain, or bytes are not those of a plain value."""
 
 
-class _Buffer(NamedTuple):
-    """Record of an object whose bytes stand behind the JSON.
+class _Record(NamedTuple):
+    """What the JSON says of an object whose bytes stand behind it.
 
     Args:
-        kind: "bytes", "tensor", "array" or "scalar", which is one of NumPy.
+        type_name: "bytes", "tensor", "array" or "scalar", which is one of NumPy.
         dtype: "float32" of a tensor, "<f4" of NumPy.
         shape: the sizes; of bytes, their number.
         is_on_cpu: whether a tensor was on the CPU.
     """
 
-    kind: str
+    type_name: str
     dtype: str
     shape: tuple[int, ...]
     is_on_cpu: bool
 
 
 class _Encoder:
+    """Makes JSON of a value, and collects the objects whose bytes stand behind it.
+
+    Attributes:
+        records: of these objects.
+        contents: their bytes.
+    """
+
     def __init__(self) -> None:
-        self.buffers: list[_Buffer] = []
+        self.records: list[_Record] = []
         self.contents: list[bytes] = []
-        # The object is kept, so that no other one gets its id.
-        self._numbers: dict[int, tuple[int, object]] = {}
+        self._numbers_by_id: dict[int, int] = {}
+        # As long as an object is kept, no other one gets its id.
+        self._kept: list[object] = []
 
     def encode(self, value: Any) -> Any:
-        kind = type(value)
-        if value is None or kind in (bool, int, float, str):
+        """Return what stands for a value in the JSON."""
+        type_ = type(value)
+        if value is None or type_ in {bool, int, float, str}:
             return value
-        if kind is complex:
+        if type_ is complex:
             return ["complex", value.real, value.imag]
-        if kind in _SEQUENCES:
-            return [_SEQUENCES[kind], *map(self.encode, value)]
-        if kind in _MAPPINGS:
-            return [_MAPPINGS[kind], *self._pairs(value)]
-        if kind is OrderedDict and vars(value).keys() <= {"_metadata"}:  # a state dict
-            return ["ordered", self.encode(vars(value).get("_metadata")), *self._pairs(value)]
-        return ["buffer", self._number(value)]
+        if type_ in _TAGS_OF_SEQUENCES:
+            return [_TAGS_OF_SEQUENCES[type_], *map(self.encode, value)]
+        if type_ in _TAGS_OF_MAPPINGS:
+            return [_TAGS_OF_MAPPINGS[type_], *self._pairs(value)]
+        if type_ is OrderedDict and vars(value).keys() <= {"_metadata"}:
+            # A state dict, which has its metadata as an attribute.
+            metadata = self.encode(vars(value).get("_metadata"))
+            return ["ordered", metadata, *self._pairs(value)]
+        return ["buffer", self._number_of(value)]
 
     def _pairs(self, value: Any) -> list[Any]:
+        """Return the items of a mapping: JSON has no keys but strings."""
         return [[self.encode(key), self.encode(item)] for key, item in value.items()]
 
-    def _number(self, value: object) -> int:
-        """Return the number of the object's record, which is one for all places where the object is."""
-        if id(value) not in self._numbers:
-            buffer, content = _buffer_of(value)
-            self._numbers[id(value)] = len(self.buffers), value
-            self.buffers.append(buffer)
+    def _number_of(self, value: object) -> int:
+        """Return the number of the object's record, which is one for all places where it is."""
+        if id(value) not in self._numbers_by_id:
+            record, content = _written(value)
+            self._numbers_by_id[id(value)] = len(self.records)
+            self._kept.append(value)
+            self.records.append(record)
             self.contents.append(content)
-        return self._numbers[id(value)][0]
+        return self._numbers_by_id[id(value)]
 
 
 def encoded(value: Any) -> bytes:
     """Return a plain value as bytes.
 
     Args:
-        value: None, a boolean, a number, a string, bytes, a dense tensor without gradient, a numeric array of NumPy, or
-            a list, tuple, set, dict, Counter or state dict of these. Objects of subclasses are not plain.
+        value: None, a boolean, a number, a string, bytes, a dense tensor without gradient, a
+            numeric array of NumPy, or a list, tuple, set, dict, Counter or state dict of these.
+            Objects of subclasses are not plain.
 
     Raises:
         NotPlain: it has another type, refers to itself, or is nested too deeply.
     """
     encoder = _Encoder()
     try:
-        text = json.dumps([encoder.encode(value), encoder.buffers]).encode()
-    except (RecursionError, ValueError) as exc:  # ValueError: an integer of more digits than Python converts
+        text = json.dumps([encoder.encode(value), encoder.records]).encode()
+    except (RecursionError, ValueError) as exc:
+        # ValueError: an integer of more digits than Python converts.
         raise NotPlain(str(exc)) from None
     return b"".join([_LENGTH.pack(len(text)), text, *encoder.contents])
 
@@ -118,102 +142,143 @@ def decoded(content: bytes, *, device: torch.device) -> Any:
         NotPlain: the bytes are not those of a plain value.
     """
     try:
-        (length,) = _LENGTH.unpack_from(content)
-        end = _LENGTH.size + length
-        value, records = json.loads(content[_LENGTH.size : end])
-        objects = []
-        for kind, dtype, shape, is_on_cpu in records:
-            buffer = _Buffer(str(kind), str(dtype), tuple(shape), is_on_cpu is True)
-            size = _size_of(buffer)
-            if end + size > len(content):
-                raise NotPlain("it ends within a tensor")
-            objects.append(_object_of(buffer, content[end : end + size], device))
-            end += size
-        return _decode(value, objects)
-    except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError) as exc:
+        return _decoded(content, device)
+    except (
+        struct.error,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RecursionError,
+        RuntimeError,
+    ) as exc:
         raise NotPlain(f"{type(exc).__name__}: {exc}") from None
 
 
-def _decode(value: Any, objects: list[Any]) -> Any:
-    if not isinstance(value, list):
-        if isinstance(value, dict):
-            raise NotPlain("a JSON object")
-        return value
-    tag, *items = value
+def _decoded(content: bytes, device: torch.device) -> Any:
+    """Return the value; errors of any type if the bytes are not those of one."""
+    (length,) = _LENGTH.unpack_from(content)
+    position = _LENGTH.size + length
+    value, records = json.loads(content[_LENGTH.size : position])
+    objects = []
+    for type_name, dtype, shape, is_on_cpu in records:
+        record = _Record(str(type_name), str(dtype), tuple(shape), is_on_cpu is True)
+        end = position + _size_of(record)
+        if end > len(content):
+            raise NotPlain("it ends within a tensor")
+        objects.append(_read(record, content[position:end], device))
+        position = end
+    return _value_of(value, objects)
+
+
+def _value_of(encoded_value: Any, objects: list[Any]) -> Any:
+    """Return the value for which a part of the JSON stands."""
+    if isinstance(encoded_value, dict):
+        raise NotPlain("a JSON object")
+    if not isinstance(encoded_value, list):
+        return encoded_value
+    tag, *items = encoded_value
     if tag == "buffer":
         (number,) = items
         return objects[number]
-    if tag == "ordered":
-        metadata, *pairs = items
-        ordered = OrderedDict(_decoded_pairs(pairs, objects))
-        if metadata is not None:
-            vars(ordered)["_metadata"] = _decode(metadata, objects)
-        return ordered
     if tag == "complex":
         return complex(*items)
-    kind = _TYPES_BY_TAG[tag]
-    if kind in _MAPPINGS:
-        return kind(dict(_decoded_pairs(items, objects)))
-    return kind([_decode(item, objects) for item in items])
+    if tag == "ordered":
+        return _state_dict(items, objects)
+    if tag in _MAPPINGS_BY_TAG:
+        return _MAPPINGS_BY_TAG[tag](dict(_pairs_of(items, objects)))
+    return _SEQUENCES_BY_TAG[tag]([_value_of(item, objects) for item in items])
 
 
-def _decoded_pairs(pairs: list[Any], objects: list[Any]) -> list[tuple[Any, Any]]:
+def _state_dict(items: list[Any], objects: list[Any]) -> OrderedDict[Any, Any]:
+    """Return a state dict, with the versions of its modules that `load_state_dict` reads."""
+    encoded_metadata, *pairs = items
+    state_dict = OrderedDict(_pairs_of(pairs, objects))
+    if encoded_metadata is not None:
+        vars(state_dict)["_metadata"] = _value_of(encoded_metadata, objects)
+    return state_dict
+
+
+def _pairs_of(pairs: list[Any], objects: list[Any]) -> list[tuple[Any, Any]]:
+    """Return the items of a mapping."""
     decoded_pairs = []
     for key, item in pairs:
-        decoded_pairs.append((_decode(key, objects), _decode(item, objects)))
+        decoded_pairs.append((_value_of(key, objects), _value_of(item, objects)))
     return decoded_pairs
 
 
-def _buffer_of(value: Any) -> tuple[_Buffer, bytes]:
-    """Return the record and the bytes of an object."""
+def _written(value: Any) -> tuple[_Record, bytes]:
+    """Return the record and the bytes of an object.
+
+    Raises:
+        NotPlain: it has more than bytes, a dtype and a shape.
+    """
     if type(value) is bytes:
-        return _Buffer("bytes", "", (len(value),), is_on_cpu=True), value
-    if isinstance(value, np.generic) or type(value) is np.ndarray:
-        kind = "scalar" if isinstance(value, np.generic) else "array"
-        if not _NUMERIC_ARRAY.fullmatch(value.dtype.str):
-            raise NotPlain(f"an array of {value.dtype}")
-        return _Buffer(kind, value.dtype.str, value.shape, is_on_cpu=True), value.tobytes()
-    if type(value) is not torch.Tensor:
-        raise NotPlain(type(value).__name__)
-    is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
-    name = str(value.dtype).removeprefix("torch.")
-    if not is_dense or value.requires_grad:
-        raise NotPlain(f"a tensor of {name}, {value.layout}, requires_grad={value.requires_grad}")
+        return _Record("bytes", "", (len(value),), is_on_cpu=True), value
+    if isinstance(value, np.generic):
+        return _written_array("scalar", value)
+    if type(value) is np.ndarray:
+        return _written_array("array", value)
+    if type(value) is torch.Tensor:
+        return _written_tensor(value)
+    raise NotPlain(type(value).__name__)
+
+
+def _written_array(type_name: str, value: Any) -> tuple[_Record, bytes]:
+    """Return those of an array of NumPy; one of objects would be a pickle."""
+    if not _NUMERIC_ARRAY.fullmatch(value.dtype.str):
+        raise NotPlain(f"an array of {value.dtype}")
+    return _Record(type_name, value.dtype.str, value.shape, is_on_cpu=True), value.tobytes()
+
+
+def _written_tensor(value: torch.Tensor) -> tuple[_Record, bytes]:
+    """Return those of a tensor, from whichever device it is on."""
+    has_parts = value.is_quantized or value.is_nested or value.is_meta
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.layout is not torch.strided or has_parts or value.requires_grad:
+        raise NotPlain(f"a tensor of {dtype}, {value.layout}, requires_grad={value.requires_grad}")
     values = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = values.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _Buffer("tensor", name, tuple(value.shape), value.device.type == "cpu"), content
+    is_on_cpu = value.device.type == "cpu"
+    return _Record("tensor", dtype, tuple(value.shape), is_on_cpu), content
 
 
-def _size_of(buffer: _Buffer) -> int:
+def _size_of(record: _Record) -> int:
     """Return the number of bytes of an object."""
-    if not all(type(size) is int and size >= 0 for size in buffer.shape):
-        raise NotPlain(f"shape {buffer.shape}")
-    number = math.prod(buffer.shape)
-    if buffer.kind == "bytes":
-        return number
-    if buffer.kind == "tensor":
-        return number * _tensor_dtype(buffer.dtype).itemsize
-    if not _NUMERIC_ARRAY.fullmatch(buffer.dtype):
-        raise NotPlain(f"an array of {buffer.dtype}")
-    return number * np.dtype(buffer.dtype).itemsize
+    for size in record.shape:
+        if type(size) is not int or size < 0:
+            raise NotPlain(f"shape {record.shape}")
+    elements = math.prod(record.shape)
+    if record.type_name == "bytes":
+        return elements
+    if record.type_name == "tensor":
+        return elements * _tensor_dtype(record.dtype).itemsize
+    if not _NUMERIC_ARRAY.fullmatch(record.dtype):
+        raise NotPlain(f"an array of {record.dtype}")
+    return elements * np.dtype(record.dtype).itemsize
 
 
-def _object_of(buffer: _Buffer, content: bytes, device: torch.device) -> Any:
-    """Return the object of a record; the sizes agree."""
-    if buffer.kind == "bytes":
+def _read(record: _Record, content: bytes, device: torch.device) -> Any:
+    """Return the object of a record; the size of its content is that of the record."""
+    if record.type_name == "bytes":
         return content
-    if buffer.kind != "tensor":
-        array = np.frombuffer(bytearray(content), buffer.dtype).reshape(buffer.shape)
-        return array[()] if buffer.kind == "scalar" else array
-    dtype = _tensor_dtype(buffer.dtype)
-    place = torch.device("cpu") if buffer.is_on_cpu else device
+    if record.type_name == "tensor":
+        return _read_tensor(record, content, torch.device("cpu") if record.is_on_cpu else device)
+    array = np.frombuffer(bytearray(content), record.dtype).reshape(record.shape)
+    return array[()] if record.type_name == "scalar" else array
+
+
+def _read_tensor(record: _Record, content: bytes, device: torch.device) -> torch.Tensor:
+    """Return a tensor, on a device."""
+    dtype = _tensor_dtype(record.dtype)
     if not content:
-        return torch.empty(buffer.shape, dtype=dtype, device=place)
+        return torch.empty(record.shape, dtype=dtype, device=device)
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return flat.view(dtype).reshape(buffer.shape).to(place)
+    return flat.view(dtype).reshape(record.shape).to(device)
 
 
 def _tensor_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name that may come from anybody."""
     dtype = vars(torch).get(name)
     # Quantized tensors have more than bytes.
     if not isinstance(dtype, torch.dtype) or name.startswith("q"):

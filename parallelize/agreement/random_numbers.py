@@ -1,43 +1,65 @@
-"""Random numbers of the ranks: in a block they differ between the ranks, for dropout masks and augmentation."""
+"""Random numbers of the ranks in a block: they differ, for dropout masks and augmentation.
+
+before the block      equal on the ranks, as a seed has left them
+in the block          rank 0 goes on, and the other ranks get seeds of their own
+after the block       all ranks go on with rank 0's
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parallelize.agreement.gather import broadcast_object, gather_objects
 from parallelize.run.context import Runtime
 from parallelize.run.rng import global_generators, state_hash
 
-__all__ = ["random_numbers_per_rank"]
+_Hashes = dict[str, str]
+"""Hashes of the states of a rank's generators, by their names."""
 
 
 @contextlib.contextmanager
 def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
-    """Make the global generators of torch, random and NumPy draw other numbers on each rank in a block.
+    """Make the global generators of torch, random and NumPy draw other numbers on each rank.
 
-    A generator whose state is that of a lower rank's is reseeded, so that a run can be repeated: rank 0 draws the
-    numbers of one process, and ranks that differ already are left alone. A collective gathers one hash per generator
-    and rank; at the end of the block, unless by an exception, another one sends rank 0's states to the ranks that had
-    equal ones.
+    A generator whose state is that of a lower rank's is reseeded, so that a run can be repeated:
+    rank 0 draws the numbers of one process, and ranks that differ already stay as they are. The
+    ranks exchange one hash per generator. At the end of the block, unless it raises, rank 0's
+    states are sent to the ranks that had equal ones.
 
     Args:
         run: runtime of this process.
-        split: whether to reseed equal generators if the config has no seed; with a seed they always are.
+        split: whether to reseed equal generators if the config has no seed; with a seed they always
+            are.
     """
-    world = run.world
-    if world.world_size == 1 or run.config.logical or (run.config.seed is None and not split):
+    world, config = run.world, run.config
+    is_split = split or config.seed is not None
+    if world.world_size == 1 or config.logical or not is_split:
         yield
         return
     generators = global_generators(run.devices)
-    own = {name: state_hash(each.get()) for name, each in generators.items()}
-    ranks = gather_objects(own)  # hashes of each rank's states, by name
-    for name, each in generators.items():
-        if any(lower.get(name) == own[name] for lower in ranks[: world.rank]):
-            each.seed(int(state_hash(f"{own[name]}/{world.rank}"), 16))
+    hashes = {}
+    for name, generator in generators.items():
+        hashes[name] = state_hash(generator.get())
+    hashes_by_rank: list[_Hashes] = gather_objects(hashes)
+    for name, generator in generators.items():
+        if _is_among(hashes_by_rank[: world.rank], name, hashes[name]):
+            generator.seed(int(state_hash(f"{hashes[name]}/{world.rank}"), 16))
     yield
-    if any(ranks[0].items() & other.items() for other in ranks[1:]):
-        states = broadcast_object({name: each.get() for name, each in generators.items()})
-        for name, each in generators.items():
-            if ranks[0].get(name) == own[name]:
-                each.set(states[name])
+    if not _has_equal_states(hashes_by_rank):
+        return
+    states = broadcast_object({name: generator.get() for name, generator in generators.items()})
+    for name, generator in generators.items():
+        if hashes_by_rank[0].get(name) == hashes[name]:
+            generator.set(states[name])
+
+
+def _is_among(hashes_by_rank: Sequence[_Hashes], name: str, state: str) -> bool:
+    """Whether the generator of this name is in this state on one of the ranks."""
+    return any(hashes.get(name) == state for hashes in hashes_by_rank)
+
+
+def _has_equal_states(hashes_by_rank: Sequence[_Hashes]) -> bool:
+    """Whether a rank had a generator in the state of rank 0's. All ranks find the same."""
+    items_of_rank_0 = hashes_by_rank[0].items()
+    return any(items_of_rank_0 & hashes.items() for hashes in hashes_by_rank[1:])

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from parallelize.errors import SyncError
 from parallelize.run.process_group import default_store
 
-__all__ = ["ConsistencyCheck", "run_checks"]
-
 
 @dataclass(frozen=True, eq=False)
 class ConsistencyCheck:

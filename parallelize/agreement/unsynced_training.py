@@ -19,8 +19,6 @@ from parallelize.run.state import RunState
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.step import BeforeStep, before_step
 
-__all__ = ["collectives_begun", "warn_if_unsynced"]
-
 
 def warn_if_unsynced(state: RunState) -> contextlib.AbstractContextManager[Any]:
     """Warn of an optimizer that makes two steps without a block or a collective between them.

@@ -69,6 +69,15 @@ train()
 """
 
 
+def change_rate_on_rank_1() -> None:
+    model = Net(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    with parallel_model(model):
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] /= 1 + rank()
+
+
 def ask() -> None:
     input("name of the run? ")
 
@@ -86,6 +95,7 @@ MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
     ({"processes": 2, "amp": "fp16"}, kill_rank_1),
     ({"processes": 2}, assign_gradients),
     ({"processes": 2}, add_noise),
+    ({"processes": 2}, change_rate_on_rank_1),
     ({"processes": 2}, kill_rank_1),
     ({"processes": 2}, ask),
     ({"processes": 2}, unwrap),

@@ -1,0 +1,123 @@
+"""What is known of a value in the graph of a loss: how its elements depend on samples.
+
+PER_SAMPLE      the rows of a batch           [f(a), f(b), f(c)]
+SUMMED          a mean, x.T @ y               f(a) + f(b) + f(c)
+PAIRED          x @ y.T                       [[f(a, a), f(a, b), ...], ...]
+COUPLED         an entropy over pairs         all else
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+class Dependence(enum.Enum):
+    """How the elements of a value depend on the samples of a batch."""
+
+    CONSTANT = enum.auto()
+    """On none."""
+    PER_SAMPLE = enum.auto()
+    """Each element on one sample, and the elements together on several."""
+    SUMMED = enum.auto()
+    """Each element is a sum of several terms, each of which depends on one sample."""
+    PAIRED = enum.auto()
+    """Element [i, j] is a function of sample i and sample j, as those of x @ y.T."""
+    COUPLED = enum.auto()
+    """On several samples, and no sum of functions of one sample."""
+    UNKNOWN = enum.auto()
+    """It cannot be told."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of a value.
+
+    Args:
+        dependence: how its elements depend on samples.
+        batch_dims: the batch dimension of PER_SAMPLE, or the two of PAIRED; empty: not known.
+        rows: number of rows, which tells where the batch dimension is after a reshape.
+        selection: node and output number of the operation that has selected or joined rows; None:
+            all rows of the batch, in their order. After different selections, one row may have
+            different samples.
+        is_masked: whether elements of PAIRED may have been left out, such as all pairs of different
+            samples.
+        operation: name of the operation that has coupled samples.
+    """
+
+    dependence: Dependence
+    batch_dims: tuple[int, ...] = ()
+    rows: int = 0
+    selection: tuple[Any, int] | None = None
+    is_masked: bool = False
+    operation: str = ""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value that an operation has taken, with its shape."""
+
+    value: Value
+    shape: Shape
+
+
+CONSTANT = Value(Dependence.CONSTANT)
+SUMMED = Value(Dependence.SUMMED)
+UNKNOWN = Value(Dependence.UNKNOWN)
+
+
+class Operation:
+    """An operation in the graph.
+
+    Args:
+        node: its node.
+        output: number of the output that is looked at.
+        operands: what it has taken. Constants have no shape.
+    """
+
+    def __init__(self, node: Any, output: int, operands: Sequence[Operand]) -> None:
+        self.node, self.edge, self.operands = node, (node, output), operands
+        self.name = operation_name(node)
+        self.shape = shape_of(node, output)
+
+    @property
+    def first(self) -> Operand:
+        """The first operand, which is the only one of reductions and movements."""
+        return self.operands[0]
+
+    @property
+    def dependent(self) -> list[Operand]:
+        """The operands that are no constants."""
+        return [operand for operand in self.operands if operand.value != CONSTANT]
+
+    def saved_dim(self, name: str, ndim: int) -> int:
+        """Return a dimension that the operation has saved, counted from 0."""
+        return from_front(getattr(self.node, name), ndim)
+
+    def coupled(self) -> Value:
+        """Return the value of an operation that couples samples."""
+        return Value(Dependence.COUPLED, operation=self.name)
+
+
+def operation_name(node: Any) -> str:
+    """Return the name of torch's own operation; "" for others, such as a user's Function."""
+    match = re.fullmatch(r"(\w+)Backward\d", node.name())
+    return match[1] if match else ""
+
+
+def shape_of(node: Any, output: int) -> Shape:
+    """Return the shape of what a node has computed."""
+    # Not that of a saved tensor: hooks on saved tensors would load it from where it is.
+    return tuple(node._input_metadata[output].shape)
+
+
+def from_front(dim: int, ndim: int) -> int:
+    """Return a dimension that a node has saved, counted from 0."""
+    # Nodes show a negative dimension as an unsigned number of 64 bits.
+    signed = dim - 2**64 if dim >= 2**63 else dim
+    return signed % max(ndim, 1)
