@@ -336,7 +336,9 @@ def _times_constant(value: Value, places: Sequence[int | None]) -> Value:
     return replace(value, batch_dims=tuple(batch_dims))
 
 
-def _times_samples(operation: Operation, values: Sequence[Value], places: Sequence[int | None]) -> Value:
+def _times_samples(
+    operation: Operation, values: Sequence[Value], places: Sequence[int | None]
+) -> Value:
     """Return what is known of a product of two values that are per sample."""
     first_place, second_place = places
     if first_place is None and second_place is None:

@@ -116,9 +116,7 @@ def _warn_of_unequal_counts(counts_of_ranks: Sequence[tuple[float, ...]]) -> Non
             return
 
 
-_FOR_ONE_COUNT = (
-    "parallel_model(model, average='tokens') weights them by the number of targets."
-)
+_FOR_ONE_COUNT = "parallel_model(model, average='tokens') weights them by the number of targets."
 _FOR_SEVERAL_COUNTS = (
     "Its terms average over different numbers of targets: divide the sum of each term by its mean "
     "number of targets over the ranks, as in term.sum() / parallelize.all_reduce(float(count), "
