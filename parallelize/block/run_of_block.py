@@ -21,6 +21,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.errors import ConfigError
 from parallelize.run import context
 from parallelize.run.context import Runtime
+from parallelize.run.surroundings import surroundings
 from parallelize.run.rng import seed_generators
 
 
@@ -72,7 +73,7 @@ def _new_run(options: dict[str, Any], environ: Mapping[str, str]) -> Runtime:
         )
     if layout.config.seed is not None:
         seed_generators(layout.config.seed)
-    return Runtime(world or World(), layout, loader_weights=context.weights_of_script)
+    return Runtime(world or World(), layout, loader_weights=surroundings().script.loader_weights)
 
 
 def _changed_run(outer: Runtime, options: dict[str, Any]) -> Runtime:

@@ -43,12 +43,11 @@ from parallelize.data.streams import BatchIterableSource, IterableStyleSource, o
 from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
 from parallelize.run.context import Runtime, active, current
-from parallelize.run.loaders_of_run import LoadersOfRun
+from parallelize.run.surroundings import surroundings
 
 T = TypeVar("T")
 
 _log = logging.getLogger("parallelize")
-_outside = LoadersOfRun()  # of a script that has no run
 
 
 def shard_loader(
@@ -134,7 +133,7 @@ def shard_loader(
             fix="pass the DataLoader itself to each shard_loader",
         )
     run = active()
-    loaders = _outside if run is None else run.loaders
+    loaders = surroundings().script.loaders if run is None else run.loaders
     by_options: dict[LoaderOptions, Any] = {}
     if isinstance(loader, DataLoader):  # other iterables may be used up
         by_options = loaders.sharded.setdefault(loader, {})

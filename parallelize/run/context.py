@@ -35,7 +35,6 @@ __all__ = [
     "is_main",
     "local_rank",
     "rank",
-    "weights_of_script",
     "world_size",
 ]
 
@@ -98,12 +97,6 @@ class Runtime:
 
 _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
-weights_of_script = LoaderWeights()
-"""The weights of loaders in a script without a run around its blocks, each of which has a Runtime of its own.
-
-A loop over a loader that ends before a block has a say in the block: see `LoaderWeights.refuse_lost_weight`.
-"""
-
 
 def active() -> Runtime | None:
     """Return the active run, or None outside of a run."""
@@ -121,7 +114,7 @@ def current() -> Runtime:
         return runtime
     world = current_world()
     layout = compute_layout(Config.parse().merged(os.environ), probe(), world)
-    return Runtime(world, layout, loader_weights=weights_of_script)
+    return Runtime(world, layout, loader_weights=surroundings().script.loader_weights)
 
 
 def current_world() -> World:

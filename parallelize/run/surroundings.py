@@ -9,14 +9,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from parallelize.run.loader_weights import LoaderWeights
+from parallelize.run.loaders_of_run import LoadersOfRun
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from parallelize.backends.balanced.plan import Plan
     from parallelize.checkpoint.checkpoints import Replay
     from parallelize.run.context import Runtime
 
-__all__ = ["Surroundings", "loading_task", "replaying", "running", "surroundings"]
+__all__ = ["Script", "Surroundings", "loading_task", "replaying", "running", "surroundings"]
+
+
+@dataclass(frozen=True, eq=False)
+class Script:
+    """What a program keeps beyond its runs. Without a decorated function, each of its blocks has a run of its own.
+
+    Args:
+        loaders: those that are divided outside of runs.
+        loader_weights: a loop over a loader that ends before a block has a say in the block: see
+            `LoaderWeights.refuse_lost_weight`.
+        plans: the latest split of each model over devices, which the user may read after the block.
+    """
+
+    loaders: LoadersOfRun = field(default_factory=LoadersOfRun)
+    loader_weights: LoaderWeights = field(default_factory=LoaderWeights)
+    plans: WeakKeyDictionary[nn.Module, Plan] = field(default_factory=WeakKeyDictionary)
 
 
 @dataclass(frozen=True)
@@ -27,14 +50,16 @@ class Surroundings:
         run: the active run; None: there is none.
         is_loading_task: whether this is a worker that imports the modules of its task, before its run begins.
         replay: the step that `parallelize replay` has asked for; None: steps are not replayed.
+        script: the program of this process. All surroundings have the same one.
     """
 
     run: Runtime | None = None
     is_loading_task: bool = False
     replay: Replay | None = None
+    script: Script = field(default_factory=Script, repr=False)
 
 
-_surroundings: ContextVar[Surroundings] = ContextVar("parallelize_surroundings", default=Surroundings())  # noqa: B039 - frozen
+_surroundings: ContextVar[Surroundings] = ContextVar("parallelize_surroundings", default=Surroundings())  # noqa: B039 - its one Script is shared
 
 
 def surroundings() -> Surroundings:

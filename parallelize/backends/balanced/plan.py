@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from parallelize.errors import ConfigError
+from parallelize.run.surroundings import surroundings
 
 __all__ = ["Plan", "ideal_speedup", "plan", "remember"]
-
-_plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +98,19 @@ def plan(model: nn.Module) -> Plan:
     Raises:
         ConfigError: the model has no plan, because it has not run a batch yet.
     """
-    found = _plans.get(model)
-    if found is None:
+    latest = surroundings().script.plans.get(model)
+    if latest is None:
         raise ConfigError(
             f"plan({type(model).__name__})",
             why="a plan is made from the first batch that the model runs under backend='balanced'",
             fix="run one batch first: with parallel_model(model, backend='balanced'): model(x)",
         )
-    return found
+    return latest
 
 
-def remember(model: nn.Module, found: Plan) -> None:
-    """Store a plan, which `plan(model)` then returns."""
-    _plans[model] = found
+def remember(model: nn.Module, made: Plan) -> None:
+    """Store the plan of a model, which `plan(model)` then returns, also after the block."""
+    surroundings().script.plans[model] = made
 
 
 def ideal_speedup(stages: int, microbatches: int) -> float:
