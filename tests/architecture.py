@@ -14,8 +14,10 @@ from parallelize.plugins.registry import BUILTIN
 
 __all__ = [
     "CHANGES_TORCH",
+    "CHANNELS",
     "ENVIRONMENT",
     "FLOORS",
+    "MAX_CHANNELS",
     "MAX_FLOORS",
     "PACKAGE",
     "PLAIN_ROOMS",
@@ -24,6 +26,8 @@ __all__ = [
     "Sources",
     "aimless_ignores",
     "changes_of_torch",
+    "channel_table",
+    "channels",
     "code_tokens",
     "cycles",
     "environment_access",
@@ -95,7 +99,7 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 6_929,
+    "": 6_944,
     "agreement": 11_393,
     "backends": 19_561,
     "backends/balanced": 14_117,
@@ -106,13 +110,13 @@ ROOMS: Mapping[str, int] = {
     "cluster": 4_256,
     "comparison": 1_569,
     "config": 6_017,
-    "data": 21_351,
+    "data": 21_352,
     "gradients": 10_234,
     "hang_detection": 7_743,
     "launchers": 20_062,
     "plugins": 3_149,
     "precision": 6_812,
-    "run": 8_777,
+    "run": 8_879,
     "torch_patches": 7_618,
     "worker": 4_371,
 }
@@ -134,6 +138,35 @@ _PRONOUNS = {
     *("each", "found", "own", "kind", "one", "known", "other", "others", "them", "it", "what", "told", "given", "look"),
     *("thing", "things", "left", "mine", "ours", "its", "both"),
 }
+
+# Modules that hold a channel: objects of modules and classes that are written to while the program runs, so that state
+# flows between rooms unseen. What is of a run, a block or an engine is a field of it, or is passed. These few belong to
+# the process: each with its reason.
+CHANNELS: Mapping[str, str] = {
+    "hang_detection.waiting": "the threads: the watchdog's thread reads what the main thread waits for",
+    "launchers.local.calling_process": "a program that makes calls: its fork servers, and the times of its files, "
+    "outlive each call",
+    "run.surroundings": "the code that runs now: functions of users get no run as an argument. What a program keeps "
+    "beyond its runs is a field of it",
+    "torch_patches.backward": "`torch.autograd.backward`, of which a process has one: who runs around it",
+    "torch_patches.forward": "the models that are in a block: code that gets a model alone finds its block",
+    "torch_patches.step": "torch's hooks on the steps of all optimizers, of which a process has one list: "
+    "who runs in it",
+}
+MAX_CHANNELS = 6
+# Modules whose channels are still to become fields of a run, of a block or of an object above. None is added.
+LEAVING_CHANNELS = frozenset(
+    {
+        "agreement.fingerprint",
+        "block.block",
+        "block.context",
+        "run.group_abort",
+        "run.process_group",
+        "run.run_key",
+        "run.startup_summary",
+        "torch_patches.loaders",
+    }
+)
 
 # Files beside torch_patches that change torch, each with the reason why it still does. None is added.
 CHANGES_TORCH: Mapping[str, str] = {}
@@ -367,6 +400,106 @@ def changes_of_torch(sources: Sources, allowed: Mapping[str, str] = CHANGES_TORC
                 changing.add(path)
     found = [f"{path} changes torch" for path in sorted(changing - allowed.keys())]
     return found + [f"{path} is in CHANGES_TORCH and does not" for path in sorted(allowed.keys() - changing)]
+
+
+def channels(sources: Sources, allowed: Mapping[str, str] = CHANNELS) -> list[str]:
+    """Objects of modules and classes that are written to, beside those of `allowed`; modules of it that have none.
+
+    A constant has an upper-case name, and nothing writes to it.
+    """
+    trees = _modules(sources)
+    classes = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    listed = allowed.keys() | LEAVING_CHANNELS
+    faults, holding = [], set()
+    for module, tree in trees.items():
+        names = {*_objects_of_module(tree), *_written_constants(tree), *_written_classes(tree, classes)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                names.update(node.names)
+        if names:
+            holding.add(module)
+        if module not in listed:
+            faults += [f"{module}.{name} is a channel, and not in CHANNELS" for name in sorted(names)]
+    return faults + [f"{module} is in a table of channels, and has none" for module in sorted(listed - holding)]
+
+
+# What may be bound to a lower-case name of a module: nothing can be written to it.
+_IMMUTABLE = {"attrgetter", "getLogger", "itemgetter", "methodcaller", "partial", "NewType", "ParamSpec", "TypeVar"}
+_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+_MAKERS = {"Counter", "ExitStack", "OrderedDict", "count", "defaultdict", "deque", "dict", "list", "local", "set"}
+_READ_ONLY = ("Mapping", "Sequence", "frozenset", "tuple")
+_WRITING_METHODS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault"}
+_WRITING_METHODS |= {"update", "__setitem__"}
+
+
+def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr, str]]:
+    """Yield the name, value and annotation of each assignment in the body of a module or class."""
+    for node in body:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, node.value, ""
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            yield node.target.id, node.value, ast.unparse(node.annotation)
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return the name after the last dot: of `weakref.WeakSet[Route]`, WeakSet."""
+    base = node.value if isinstance(node, ast.Subscript) else node
+    return ast.unparse(base).rpartition(".")[2]
+
+
+def _objects_of_module(tree: ast.Module) -> Iterator[str]:
+    """Yield names of containers and other objects that a module makes, and of lists that its classes share."""
+    stateless = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not _has_state(node)}
+    for name, value, _ in _bindings(tree.body):
+        makes = isinstance(value, ast.Call) and _last_name(value.func) not in _IMMUTABLE | stateless
+        if not name.isupper() and not name.startswith("__") and (makes or isinstance(value, _DISPLAYS)):
+            yield name
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)):
+        for name, value, annotation in _bindings(node.body):
+            kind = annotation.removeprefix("ClassVar[")
+            makes = isinstance(value, ast.Call) and _last_name(value.func) in _MAKERS
+            is_empty = isinstance(value, _DISPLAYS) and not getattr(value, "elts", getattr(value, "keys", ()))
+            if (makes or is_empty) and not kind.startswith(_READ_ONLY):
+                yield f"{node.name}.{name}"
+
+
+def _has_state(node: ast.ClassDef) -> bool:
+    """Whether objects of a class may have attributes of their own."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
+            return True
+    return bool(list(_bindings(node.body)) or node.decorator_list)
+
+
+def _written_constants(tree: ast.Module) -> Iterator[str]:
+    """Yield upper-case names of a module that its functions write to."""
+    constants = {name for name, _, _ in _bindings(tree.body) if name.isupper()}
+    functions = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
+    for node in (each for function in functions for each in ast.walk(function)):
+        written: ast.expr | None = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            written = node.func.value if node.func.attr in _WRITING_METHODS else None
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            written = node.value
+        if isinstance(written, ast.Name) and written.id in constants:
+            yield written.id
+
+
+def _written_classes(tree: ast.Module, classes: set[str]) -> Iterator[str]:
+    """Yield attributes that are assigned to classes of the package, and not to their objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            owner = node.value.id
+            if owner in classes or owner == "cls":
+                yield f"{owner}.{node.attr}"
+
+
+def channel_table() -> str:
+    """Return the table of channels that CONTRIBUTING has."""
+    rows = [f"| `{name}` | {reason} |" for name, reason in sorted(CHANNELS.items())]
+    return "\n".join(["| module | its channel belongs to |", "|---|---|", *rows])
 
 
 def _code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import architecture
 import pytest
 from architecture import Sources
 
+GUIDE = Path(__file__).parents[1] / ".github" / "CONTRIBUTING.md"
 PACKAGE = architecture.read("parallelize")
 TESTS = architecture.read("tests")
 SCRIPTS = {**architecture.read("examples"), **architecture.read("benchmarks")}
@@ -21,6 +23,7 @@ RULES: dict[Callable[[Sources], list[str]], Sources] = {
     architecture.sizes: PACKAGE,
     architecture.rooms: PACKAGE,
     architecture.changes_of_torch: PACKAGE,
+    architecture.channels: PACKAGE,
     architecture.exports: PACKAGE,
     architecture.reading: PACKAGE,
     architecture.environment_access: PACKAGE,
@@ -107,6 +110,26 @@ BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
         {"parallelize/a.py": function("try: a\nexcept b:\n  if c: d\n  elif e:\n    if f:\n      if g: h")},
         "4 levels of nesting",
     ),
+    *(
+        (architecture.channels, {"parallelize/a.py": source}, f"a.{name} is a channel, and not in CHANNELS")
+        for name, source in (
+            ("_seen", "_seen = {}"),
+            ("_seen", "_seen: dict[str, int] = dict[str, int]()"),
+            ("_numbers", "_numbers = itertools.count()"),
+            ("_alive", "_alive: WeakSet[int] = weakref.WeakSet()"),
+            ("_active", "_active: ContextVar[int] = ContextVar('a')"),
+            ("_lock", "_lock = threading.Lock()"),
+            ("state", "class State:\n    writes = 0\nstate = State()"),
+            ("state", "class State:\n    def write(self): self.writes = 1\nstate = State()"),
+            ("_count", "_count = 0\ndef f():\n    global _count"),
+            ("_CACHE", "_CACHE = {}\ndef f(key): _CACHE[key] = 1"),
+            ("_NAMES", "_NAMES = []\ndef f(name): _NAMES.append(name)"),
+            ("Saves.jobs", "class Saves:\n    jobs: ClassVar[list[int]] = []"),
+            ("Saves.job", "class Saves:\n    job = None\ndef f(): Saves.job = 1"),
+            ("cls.job", "class Saves:\n    @classmethod\n    def f(cls): cls.job = 1"),
+        )
+    ),
+    (architecture.channels, {"parallelize/run/surroundings.py": ""}, "run.surroundings is in a table of channels"),
     (architecture.exports, {"parallelize/a.py": ""}, "no __all__"),
     (architecture.reading, {"parallelize/data/a.py": "a = (1, 2, 3)\nb = 1 if a else 2"}, "tokens a line"),
     (architecture.reading, {"parallelize/data/a.py": "b = 1 if a else 2"}, "conditional expressions"),
@@ -192,6 +215,27 @@ def test_there_are_few_floors() -> None:
     rooms = [room for floor in architecture.FLOORS for room in floor]
     assert len(architecture.FLOORS) <= architecture.MAX_FLOORS
     assert len(rooms) == len(set(rooms))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "_log = logging.getLogger(__name__)\n_by_name = attrgetter('name')\n_NAMES = ['a']\nPath = str | None",
+        "_RULES = {}\nfor name in 'ab':\n    _RULES[name] = 1",
+        "class Folded:\n    def __exit__(self, *_): sys.excepthook = None\nfolded = Folded()",
+        "class Base:\n    amp: ClassVar[Mapping[str, int]] = {}\n    @property\n    def f(self): self.g = []",
+        "class A(TypedDict): ...\ndef f(module): module.B = 1",
+    ],
+)
+def test_what_nothing_writes_to_is_no_channel(source: str) -> None:
+    """Loggers, constants, objects without state and attributes of objects are not reported."""
+    assert architecture.channels({"parallelize/a.py": source}) == architecture.channels({"parallelize/a.py": ""})
+
+
+def test_there_are_few_channels() -> None:
+    """State of the process is in at most six modules, and CONTRIBUTING says why."""
+    assert len(architecture.CHANNELS) <= architecture.MAX_CHANNELS
+    assert architecture.channel_table() in GUIDE.read_text(), architecture.channel_table()
 
 
 def test_every_rule_has_a_violation() -> None:
