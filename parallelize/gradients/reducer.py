@@ -44,7 +44,7 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 from parallelize.gradients.autograd_graph import has_sparse_gradient
-from parallelize.gradients.buckets import Place, Slot, Usage, add_hook, read_flags
+from parallelize.gradients.buckets import Bucket, Place, Slot, Usage, add_hook, read_flags
 from parallelize.gradients.mean_over_ranks import MeanOverRanks
 from parallelize.gradients.model_buckets import ModelBuckets
 from parallelize.hang_detection.waiting import waiting_for
@@ -291,18 +291,17 @@ class Reducer:
 
     def _receive(self, reached: Sequence[ModelBuckets]) -> None:
         """Wait for the means of all buckets that are under way, and copy them to `.grad`."""
-        lacking = []
+        buckets: list[Bucket] = []
+        for model in reached:
+            buckets += model.under_way
+            model.under_way.clear()
+        lacking = [bucket for bucket in buckets if bucket.lacks_gradients]
         with waiting_for("backward", is_blocked=True):
-            for model in reached:
-                for bucket in model.under_way:
-                    bucket.add_pieces()
-            for model in reached:
-                for bucket in model.under_way:
-                    if bucket.lacks_gradients:
-                        lacking.append(bucket)
-                    else:
-                        bucket.receive()
-                model.under_way.clear()
+            for bucket in buckets:
+                bucket.add_pieces()
+            for bucket in buckets:
+                if not bucket.lacks_gradients:
+                    bucket.receive()
             for bucket, is_used in zip(lacking, read_flags(lacking), strict=True):
                 bucket.receive(is_used)
 
