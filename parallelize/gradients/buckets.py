@@ -115,7 +115,11 @@ class Bucket:
     Args:
         slots: those of the parameters, in the order in which their gradients are expected.
 
+    Its methods run without autograd: under create_graph=True it would record what they do.
+
     Attributes:
+        device_type: the type of the device that all parameters are on.
+        state: what the bucket does in the running pass.
         trained: the slots of the parameters that are trained in the running pass.
         missing: the slots of those whose gradient has not accumulated yet.
         repeats: whether a gradient accumulates twice in a pass, as under a reentrant checkpoint:
@@ -125,6 +129,7 @@ class Bucket:
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
+        self.device_type: str = slots[0].parameter.device.type
         self.state = BucketState.EMPTY
         self.trained: list[Slot] = []
         self.missing: set[Slot] = set()
@@ -138,12 +143,6 @@ class Bucket:
         self._handle: Any = None
         for slot in slots:
             slot.bucket = self
-
-    @property
-    def device_type(self) -> str:
-        """The type of the device that all parameters are on."""
-        name: str = self.slots[0].parameter.device.type
-        return name
 
     def add_hook(self, on_last: Callable[[Any], None]) -> None:
         """Call a function when the gradient that is expected last has accumulated."""
@@ -164,7 +163,7 @@ class Bucket:
         """Expect the gradients of the parameters that are trained now."""
         self.trained = [slot for slot in self.slots if slot.parameter.requires_grad]
         self.missing = set(self.trained)
-        self.empty()
+        self.state = BucketState.EMPTY
         if self.trained:
             self.state = BucketState.FILLING
 
@@ -202,7 +201,6 @@ class Bucket:
         if self.state is BucketState.COMPLETE:
             self.state = BucketState.FILLING
 
-    @torch.no_grad()
     def send(self, start: Callable[[torch.Tensor], PendingMean], dtype: torch.dtype | None) -> None:
         """Copy the gradients to a flat tensor, and begin to average it.
 
@@ -245,7 +243,6 @@ class Bucket:
         self._mean.wait()
         return self._flat[-len(self.trained) :]
 
-    @torch.no_grad()
     def receive(self, is_used: Sequence[bool] = ()) -> None:
         """Wait for the means, copy them to `.grad`, and drop the flat tensor.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,25 +20,17 @@ __all__ = ["ModelBuckets"]
 _bucket = attrgetter("bucket")
 
 
-class _Order(enum.Enum):
-    """What is known of the order in which the gradients of a model arrive.
-
-    A pass under `no_sync` changes nothing.
-
-    EXPECTED ── end of a pass that is averaged: the ranks agree ──> LEARNED
-       ^                                                               │
-       └───────── a parameter is trained for the first time ───────────┘
-    """
-
-    EXPECTED = enum.auto()
-    """The reverse of the order in which parameters are registered: nothing is sent early."""
-
-    LEARNED = enum.auto()
-    """That of rank 0 in the latest pass that was EXPECTED."""
-
-
 class ModelBuckets:
     """The buckets of one model, for the parameters that have been trained in the block.
+
+    In which order gradients arrive is learned in a pass that is averaged:
+
+        learning ── end of the pass: the ranks agree on rank 0's order ──> has learned
+           ^                                                                    │
+           └── beginning of a pass: a parameter is trained for the first time ──┘
+
+    While the model learns, buckets are in the reverse of the order in which parameters are
+    registered, and are sent at the end of the pass.
 
     Args:
         slots: those of its parameters, in the order in which they are registered.
@@ -48,6 +39,7 @@ class ModelBuckets:
             buckets and the parameter.
 
     Attributes:
+        is_learning: whether the running or the next pass shows in which order gradients arrive.
         is_no_sync: whether gradients stay local now.
         unsent: the buckets that the running pass has not sent yet, in their order.
         under_way: those that it has sent and not received, in this order.
@@ -60,11 +52,11 @@ class ModelBuckets:
         on_last: Callable[[ModelBuckets, torch.Tensor], None],
     ) -> None:
         self.slots, self.reduction = slots, reduction
+        self.is_learning = True
         self.is_no_sync = False
         self.unsent: deque[Bucket] = deque()
         self.under_way: deque[Bucket] = deque()
         self._on_last = functools.partial(on_last, self)
-        self._order = _Order.EXPECTED
         self._buckets: list[Bucket] = []
         # Slots of parameters that have never been trained: they are in no bucket.
         self._untrained = slots
@@ -79,16 +71,11 @@ class ModelBuckets:
         name: str = self.slots[0].parameter.device.type
         return name
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether the running pass shows in which order gradients arrive."""
-        return self._order is _Order.EXPECTED
-
     def begin(self) -> None:
         """Begin a pass, with new buckets if a parameter is trained for the first time."""
         newly_trained = [slot for slot in self._untrained if slot.parameter.requires_grad]
         if newly_trained:
-            self._order = _Order.EXPECTED
+            self.is_learning = True
             self._divide()
         self.unsent.clear()
         self.under_way.clear()
@@ -158,7 +145,7 @@ class ModelBuckets:
         for slot, row in zip(trained, mean.sum_of_integers(table), strict=True):
             slot.place = _place(row)
         self._arrived = []
-        self._order = _Order.LEARNED
+        self.is_learning = False
         self._divide()
         for bucket in self._buckets:
             bucket.add_hook(self._on_last)

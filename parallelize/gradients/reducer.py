@@ -188,13 +188,15 @@ class Reducer:
             earlier = self._set_aside()
         try:
             run(started)
-            self._finish(running)
+            with torch.no_grad():
+                self._finish(running)
         except BaseException:
             self._fail(running)
             raise
         finally:
             self._pass = None
-            _add_to(earlier)
+            if earlier:
+                _add_to(earlier)
 
     def _set_aside(self) -> list[tuple[Slot, torch.Tensor]]:
         """Take the gradients of earlier passes away.
@@ -241,15 +243,15 @@ class Reducer:
         running = self._pass
         if running is None or model.is_no_sync:
             return
-        with self._lock:  # autograd has a thread for each device
+        with self._lock, torch.no_grad():  # autograd has a thread for each device
             self._note(running)
             if not running.may_send_early(model):
                 return
+            # While a CUDA graph is captured, no event may be queried.
+            if model.under_way and not is_capturing():
+                model.receive_completed()
             while (bucket := model.next_complete()) is not None:
                 model.send_next(self._mean_by_device_type[bucket.device_type])
-            # While a CUDA graph is captured, no event may be queried.
-            if not is_capturing():
-                model.receive_completed()
 
     def _take_arrived(self) -> list[Slot]:
         """Return the slots of the gradients that have arrived since the last call.
@@ -276,7 +278,8 @@ class Reducer:
 
     def _finish(self, running: _RunningPass) -> None:
         """Send the other buckets of the models that the pass has reached, and receive all."""
-        self._note(running)
+        if self._arrived:
+            self._note(running)
         reached = running.reached[:1]
         for model in self.models.values():
             if model in running.reached[1:]:
