@@ -85,7 +85,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
     "model": "public entry point: passes the variables to config and world as a mapping",
     "run.context": "entry point of rank(), device(), ...: passes the variables on; sets that of cuBLAS",
-    "run.process_group": "gloo reads its network interface from a variable when a group is created",
+    "run.rendezvous": "gloo reads its network interface from a variable when a group is created",
     "run.run_key": "PARALLELIZE_KEY of ranks that others have started; calls outside of a run pass no mapping on",
     "worker.main": "sets the variables of its own process at its start",
     "worker.preemption": "should_stop is a public entry point; a variable passes the path of the stop file to workers",
@@ -123,7 +123,7 @@ ROOMS: Mapping[str, int] = {
 
 # Rooms that are written plainly: their figures of reading stay within READING, and what is internal has an underscore,
 # so that they need no __all__. The goal is all rooms.
-PLAIN_ROOMS = frozenset({"agreement", "block", "data", "torch_patches"})
+PLAIN_ROOMS = frozenset({"agreement", "block", "data", "run", "torch_patches"})
 
 # Figures of a plain room: code tokens a line; of a thousand code tokens: comprehensions, those in others or with two
 # loops, conditional expressions; of a hundred names: those that name nothing.

@@ -31,7 +31,7 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.hang_detection.from_rank_0 import FirstTold, ValuesOfRank0
 from parallelize.run.context import Runtime
-from parallelize.run.rng import global_generators
+from parallelize.run.generators import global_generators
 from parallelize.run.surroundings import running
 
 __all__ = [

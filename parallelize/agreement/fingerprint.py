@@ -10,8 +10,8 @@ Glossary of the room:
     setting       a number of an optimizer's param group
     coupled       of samples: in a loss that is no mean over them
 
-Comparisons have a process group of their own. A rank that makes another call in their place waits
-in another group, so that hang detection can name both lines, and no collective gets foreign data.
+Comparisons do not use the default group, which is the user's: no collective of the user's code gets
+the data of a comparison on another rank. Hang detection tells where both are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import nn
 from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
 from parallelize.run import context
-from parallelize.run.process_group import GroupPurpose, separate_group
+from parallelize.run.groups import GroupPurpose, separate_group
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.module_tensors import (
     all_named_buffers,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from parallelize.agreement.gather import broadcast_object, gather_objects
 from parallelize.run.context import Runtime
-from parallelize.run.rng import global_generators, state_hash
+from parallelize.run.generators import global_generators, state_hash
 
 _Hashes = dict[str, str]
 """Hashes of the states of a rank's generators, by their names."""

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from parallelize.errors import SyncError
-from parallelize.run.process_group import default_store
+from parallelize.run.default_group import default_store
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from parallelize.gradients.target_counts import loss_counts
 from parallelize.plugins.base import Inner, Session
 from parallelize.run.containers import leaves, map_leaves, with_leaves
 from parallelize.run.context import Runtime, current
-from parallelize.run.rng import RNGState, derive_seed, global_generators
+from parallelize.run.generators import RNGState, derive_seed, global_generators
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.arithmetic import deterministic_kernels
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed

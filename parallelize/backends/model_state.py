@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallelize.run.containers import leaves
-from parallelize.run.rng import RNGState
+from parallelize.run.generators import RNGState
 from parallelize.torch_patches.module_tensors import all_buffers, all_named_buffers, all_named_parameters
 from parallelize.torch_patches.operations import before_writes
 

@@ -28,7 +28,7 @@ from parallelize.gradients.autograd_graph import mark_outputs, node_of
 from parallelize.plugins.base import Engine, Inner, Session
 from parallelize.run.containers import replace_leaves
 from parallelize.run.context import Runtime, current
-from parallelize.run.process_group import default_store
+from parallelize.run.default_group import default_store
 from parallelize.torch_patches.compile import traceable
 from parallelize.torch_patches.forward import Route, watching_registrations
 from parallelize.torch_patches.module_tensors import all_parameters

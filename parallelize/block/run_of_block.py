@@ -21,7 +21,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.errors import ConfigError
 from parallelize.run import context
 from parallelize.run.context import Runtime
-from parallelize.run.rng import seed_generators
+from parallelize.run.generators import seed_generators
 from parallelize.run.surroundings import surroundings
 
 

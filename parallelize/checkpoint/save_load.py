@@ -38,9 +38,9 @@ from parallelize.hang_detection.waiting import waiting_for
 from parallelize.plugins.options import flag
 from parallelize.run import context
 from parallelize.run.containers import is_entangled, leaves, map_leaves
+from parallelize.run.generators import global_generators
 from parallelize.run.group_abort import is_interrupted
-from parallelize.run.process_group import GroupPurpose, separate_group
-from parallelize.run.rng import global_generators
+from parallelize.run.groups import GroupPurpose, separate_group
 from parallelize.torch_patches.forward import route_of
 
 __all__ = ["gather", "load", "load_into", "prepare_save", "rank", "save", "together"]

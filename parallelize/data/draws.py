@@ -35,8 +35,8 @@ from parallelize.agreement.plain_values import NotPlain, decoded, encoded
 from parallelize.errors import ConfigError
 from parallelize.hang_detection.from_rank_0 import ValuesOfRank0
 from parallelize.run.context import Runtime, active
-from parallelize.run.process_group import default_store
-from parallelize.run.rng import GeneratorAccess, derive_seed, global_generators
+from parallelize.run.default_group import default_store
+from parallelize.run.generators import GeneratorAccess, derive_seed, global_generators
 
 States = dict[str, Any]
 """Name of a generator -> its state."""

@@ -40,8 +40,8 @@ from parallelize.data.copied_loader import copy_of, is_exactly
 from parallelize.data.same_data import summary_of
 from parallelize.data.units import order_fingerprint, to_python
 from parallelize.run.context import Runtime
+from parallelize.run.default_group import default_store
 from parallelize.run.group_abort import is_interrupted
-from parallelize.run.process_group import default_store
 from parallelize.run.user_line import UserLine, user_line
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.loaders import unwatched, watching_loaders

@@ -25,7 +25,7 @@ from parallelize.data.source import Pass, Source, length_of
 from parallelize.data.units import Tail, order_fingerprint
 from parallelize.errors import ConfigError
 from parallelize.run.context import Runtime
-from parallelize.run.rng import derive_seed, global_generators
+from parallelize.run.generators import derive_seed, global_generators
 
 # More units are drawn while they are iterated, but for torch's RandomSampler, which is a tensor.
 _MOST_LISTED = 2**24

@@ -31,7 +31,6 @@ from parallelize.errors import ConfigError
 from parallelize.gradients.batch_weights import weighing_loop
 from parallelize.run.context import active, is_main
 from parallelize.run.loader_weights import LoaderLoop
-from parallelize.run.startup_summary import ActiveLoader
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.forward import route_of, routed_models
 from parallelize.torch_patches.loaders import unwatched, unwatched_batches
@@ -299,7 +298,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
         # that of the block.
         run = active() or self._self_run
         run.state.pending_checks.add(check)
-        this_pass.checks = check, ActiveLoader(source.batch_summary())
+        this_pass.checks = check, run.loaders.begin(source.batch_summary())
         is_drawn_by_torch = isinstance(this_pass.order, (range, torch.Tensor))
         if order and not is_drawn_by_torch:
             loaders.compared += 1

@@ -23,7 +23,7 @@ from parallelize.data.source import Pass
 from parallelize.data.units import rows_in_dataset_order
 from parallelize.errors import ConfigError, SyncError
 from parallelize.run.containers import map_leaves
-from parallelize.run.rng import derive_seed
+from parallelize.run.generators import derive_seed
 
 
 def mean_over_samples(iterated: Pass, value: Any) -> float:

@@ -29,7 +29,7 @@ from parallelize.data.draws import access_of, is_generator, seeded_drawing
 from parallelize.data.source import length_of
 from parallelize.errors import SyncError
 from parallelize.run.containers import leaves
-from parallelize.run.rng import global_generators
+from parallelize.run.generators import global_generators
 from parallelize.torch_patches.loaders import unwatched
 
 _SEED = 0

@@ -36,9 +36,8 @@ from parallelize.data.units import (
 )
 from parallelize.errors import ConfigError
 from parallelize.run.context import Runtime
-from parallelize.run.loaders_of_run import Parts
-from parallelize.run.rng import derive_seed
-from parallelize.run.startup_summary import ActiveLoader
+from parallelize.run.generators import derive_seed
+from parallelize.run.loaders_of_run import ActiveLoader, Parts
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from parallelize.data.source import Pass, Source, length_of
 from parallelize.data.units import EpochSplit, Tail, sample_fingerprint
 from parallelize.errors import ConfigError
 from parallelize.run.context import Runtime
-from parallelize.run.rng import RNGState, derive_seed
+from parallelize.run.generators import RNGState, derive_seed
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.loaders import set_worker_info, shown_worker_info
 

@@ -50,7 +50,7 @@ from parallelize.gradients.model_buckets import ModelBuckets
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.plugins.base import Reduction
 from parallelize.run.context import current, is_capturing
-from parallelize.run.process_group import GroupPurpose, separate_group
+from parallelize.run.groups import GroupPurpose, separate_group
 from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.module_tensors import all_named_parameters
@@ -146,7 +146,7 @@ class Reducer:
             if device.type == run.device.type:
                 device = run.device
             if device.type not in self._mean_by_device_type:
-                group = separate_group(run.world, device, GroupPurpose.TRAINING)
+                group = separate_group(run.world, device, GroupPurpose.GRADIENTS)
                 mean = MeanOverRanks(group, is_ordered=self._is_ordered)
                 self._mean_by_device_type[device.type] = mean
 

@@ -1,4 +1,4 @@
-"""Iteration and mapping over the leaves of nested containers, such as batches, model outputs and results."""
+"""The leaves of nested containers, such as batches, model outputs and results."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_entangled", "leaves", "map_leaves", "replace_leaves", "with_leaves"]
-
-_MANY = 1_000_000  # leaves
+_MANY = 1_000_000
+"""Leaves that a walk reaches in a second or two."""
 
 
 def leaves(value: Any, *, once: bool = False) -> list[Any]:
-    """Return the leaves of `value` in a fixed order; a value that is not a container is its own leaf.
+    """Return the leaves of `value` in a fixed order.
 
-    Containers are mappings, lists, tuples (named tuples too) and dataclass instances. A tuple with a method `to`, such
-    as PackedSequence, is a leaf.
+    A value that is not a container is its own leaf. Containers are mappings, lists, tuples (named
+    tuples too) and dataclass instances. A tuple with a method `to`, such as PackedSequence, is a
+    leaf.
 
     Args:
         value: nested containers.
@@ -30,35 +30,46 @@ def leaves(value: Any, *, once: bool = False) -> list[Any]:
         RecursionError: a container contains itself, or hundreds contain each other.
     """
     if once:
-        found_once: list[Any] = []
-        _collect_once(value, found_once, {})
-        return found_once
+        collected: list[Any] = []
+        _collect_once(value, collected, {})
+        return collected
     items = _items(value)
     if items is None:
         return [value]
-    found: list[Any] = []
+    all_leaves: list[Any] = []
     for item in items:
-        found += [item] if isinstance(item, torch.Tensor) else leaves(item)
-    return found
+        # Most items are tensors, and a call for each would be seen in every step.
+        if isinstance(item, torch.Tensor):
+            all_leaves.append(item)
+        else:
+            all_leaves += leaves(item)
+    return all_leaves
 
 
-def _collect_once(value: Any, found: list[Any], is_done: dict[int, bool]) -> None:
-    """Add the leaves of a value; `is_done` has, by the ids of containers, whether all is added."""
+def _collect_once(value: Any, collected: list[Any], is_complete: dict[int, bool]) -> None:
+    """Add the leaves of a value to those that are collected.
+
+    Args:
+        value: nested containers.
+        collected: gets the leaves.
+        is_complete: id of a container -> whether all of its leaves are collected; False while they
+            are being so.
+    """
     items = _items(value)
     if items is None:
-        found.append(value)
+        collected.append(value)
         return
-    if not is_done.get(id(value), True):
+    if not is_complete.get(id(value), True):
         raise RecursionError(f"a {type(value).__name__} contains itself")
-    if id(value) not in is_done:
-        is_done[id(value)] = False
+    if id(value) not in is_complete:
+        is_complete[id(value)] = False
         for item in items:
-            _collect_once(item, found, is_done)
-        is_done[id(value)] = True
+            _collect_once(item, collected, is_complete)
+        is_complete[id(value)] = True
 
 
 def is_entangled(value: Any) -> bool:
-    """Return whether containers are in so many places that a walk to each place does not end in time.
+    """Return whether containers are in so many places that a walk to each takes too long.
 
     Raises:
         RecursionError: a container contains itself, or hundreds contain each other.
@@ -93,10 +104,13 @@ def map_leaves(
         change: function from a leaf to its new value.
         value: nested containers, as in `leaves`.
         is_leaf: returns whether a container is treated as a leaf.
-        once: whether a container that is in several places is copied once, and its copy is in all of
-            them; else it is copied for each place.
+        once: whether a container that is in several places is copied once, and its copy is in all
+            of them; else it is copied for each place.
     """
-    return _mapped(change, value, is_leaf, {} if once else None)
+    copies: dict[int, Any] | None = None
+    if once:
+        copies = {}
+    return _mapped(change, value, is_leaf, copies)
 
 
 def _mapped(
@@ -105,7 +119,17 @@ def _mapped(
     is_leaf: Callable[[Any], bool],
     copies: dict[int, Any] | None,
 ) -> Any:
-    items = None if is_leaf(value) else _items(value)
+    """Return the copy of a value.
+
+    Args:
+        change: as for `map_leaves`.
+        value: nested containers.
+        is_leaf: as for `map_leaves`.
+        copies: id of a container -> its copy; None: a container is copied for each place.
+    """
+    if is_leaf(value):
+        return change(value)
+    items = _items(value)
     if items is None:
         return change(value)
     if copies is not None and id(value) in copies:
@@ -143,10 +167,13 @@ def with_leaves(value: Any, new: Iterable[Any]) -> Any:
 
 def _items(value: Any) -> Iterable[Any] | None:
     """Return what a container holds; None: it is a leaf."""
-    if isinstance(value, torch.Tensor):  # found first: runs in every step
+    # First, because this runs for every tensor of every step.
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, tuple) and hasattr(value, "to"):
         return None
     if isinstance(value, (list, tuple)):
-        return None if isinstance(value, tuple) and hasattr(value, "to") else value
+        return value
     if isinstance(value, Mapping):
         return value.values()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -157,19 +184,25 @@ def _items(value: Any) -> Iterable[Any] | None:
 def _like(value: Any, items: list[Any]) -> Any:
     """Return a container of the same type with other items."""
     if isinstance(value, tuple):
-        kind: Any = type(value)
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
+        tuple_type: Any = type(value)
+        if hasattr(value, "_fields"):
+            return tuple_type(*items)
+        return tuple_type(items)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         # Immutable mappings, such as MappingProxyType, take a dict.
-        return type(value)(dict(zip(value, items, strict=True)))  # type: ignore[call-arg]  # see above
-    # Copying keeps a default factory, an order and attributes, and avoids a second __init__ of a dataclass.
+        mapping_type: Any = type(value)
+        return mapping_type(dict(zip(value, items, strict=True)))
+    # Copying keeps a default factory, an order and attributes, and avoids a second __init__ of a
+    # dataclass.
     changed: Any = copy.copy(value)
     if isinstance(value, list):
         changed[:] = items
     elif isinstance(value, Mapping):
-        for key, item in zip(value, items, strict=True):  # model outputs of Hugging Face do not support update
+        # Model outputs of Hugging Face do not support `update`.
+        for key, item in zip(value, items, strict=True):
             changed[key] = item
     else:
         for field, item in zip(dataclasses.fields(value), items, strict=True):
-            object.__setattr__(changed, field.name, item)  # also of a frozen one
+            # A frozen dataclass refuses `setattr`.
+            object.__setattr__(changed, field.name, item)
     return changed

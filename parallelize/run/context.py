@@ -16,30 +16,16 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.run.loader_warnings import LoaderWarnings
 from parallelize.run.loader_weights import LoaderWeights
-from parallelize.run.loaders_of_run import LoadersOfRun
-from parallelize.run.process_group import Rendezvous, process_group
+from parallelize.run.loaders_of_run import LoadersOfRun, LoaderWarnings
+from parallelize.run.process_group import process_group
+from parallelize.run.rendezvous import Rendezvous
 from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.run.state import RunState
 from parallelize.run.surroundings import running, surroundings
 
-__all__ = [
-    "Runtime",
-    "activate",
-    "active",
-    "current",
-    "current_world",
-    "device",
-    "is_capturing",
-    "is_main",
-    "local_rank",
-    "rank",
-    "world_size",
-]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Runtime:
     """State of one process in a run.
 
@@ -59,15 +45,15 @@ class Runtime:
 
     world: World
     layout: Layout
-    rendezvous: Rendezvous = field(default_factory=Rendezvous, compare=False, repr=False)
-    state: RunState = field(default_factory=RunState, compare=False, repr=False)
-    loaders: LoadersOfRun = field(default_factory=LoadersOfRun, compare=False, repr=False)
-    loader_warnings: LoaderWarnings = field(default_factory=LoaderWarnings, compare=False, repr=False)
-    loader_weights: LoaderWeights = field(default_factory=LoaderWeights, compare=False, repr=False)
-    watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
-    background_saves: list[Future[None]] = field(default_factory=list, compare=False, repr=False)
-    sharded_tensors: ShardedTensors = field(default_factory=ShardedTensors, compare=False, repr=False)
-    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    state: RunState = field(default_factory=RunState)
+    loaders: LoadersOfRun = field(default_factory=LoadersOfRun)
+    loader_warnings: LoaderWarnings = field(default_factory=LoaderWarnings)
+    loader_weights: LoaderWeights = field(default_factory=LoaderWeights)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    background_saves: list[Future[None]] = field(default_factory=list)
+    sharded_tensors: ShardedTensors = field(default_factory=ShardedTensors)
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def config(self) -> Config:
@@ -86,7 +72,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def ending_blocks(self) -> Iterator[None]:
-        """End what is begun in the block of a decorated function; what an outer function has begun goes on."""
+        """End what is begun in the block of a decorated function; an outer function's goes on."""
         outer = self.at_end.pop_all()
         try:
             with self.at_end:
@@ -104,10 +90,13 @@ def active() -> Runtime | None:
 
 
 def current() -> Runtime:
-    """Return the active run; outside of a run, build one from a launcher's variables, else one of a single process.
+    """Return the active run.
+
+    Outside of a run, build one from a launcher's variables, or else one of a single process.
 
     Raises:
-        ConfigError: launcher or PARALLELIZE_<OPTION> variables are invalid or contradict each other.
+        ConfigError: launcher or PARALLELIZE_<OPTION> variables are invalid or contradict each
+            other.
     """
     runtime = active()
     if runtime is not None:
@@ -118,14 +107,16 @@ def current() -> Runtime:
 
 
 def current_world() -> World:
-    """Return the World of this process without probing devices, so that it also works without usable devices."""
+    """Return the World of this process; it probes no devices, which need not be usable."""
     runtime = active()
-    return runtime.world if runtime is not None else detect(os.environ) or World()
+    if runtime is not None:
+        return runtime.world
+    return detect(os.environ) or World()
 
 
 @contextlib.contextmanager
 def activate(runtime: Runtime) -> Iterator[Runtime]:
-    """Activate a run in a block: set the surroundings and current device, open the process group; then undo all."""
+    """Activate a run in a block: its surroundings, current device and process group."""
     workspaces = _deterministic_workspaces(runtime)
     with running(runtime):
         group = process_group(runtime.world, runtime.layout, runtime.watchdog, runtime.rendezvous)
@@ -139,9 +130,10 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
 def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
     """Under `logical=`, let cuBLAS use workspaces with which a product has the same bits each time.
 
-    torch and cuBLAS read them from a variable, when a process multiplies matrices on a GPU for the first time. The
-    user's value stays. If this is too late, because the process has multiplied before, or if the user's value does not
-    help, torch warns by the name of the variable in the block (alertCuBLASConfigNotDeterministic, in Context.cpp).
+    torch and cuBLAS read them from a variable, when a process multiplies matrices on a GPU for the
+    first time. The user's value stays. If this is too late, because the process has multiplied
+    before, or if the user's value does not help, torch warns by the name of the variable in the
+    block (alertCuBLASConfigNotDeterministic, in Context.cpp).
 
     Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     """
@@ -149,7 +141,8 @@ def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
     if not is_needed or _CUBLAS_WORKSPACES in os.environ:
         yield
         return
-    os.environ[_CUBLAS_WORKSPACES] = ":4096:8"  # Eight of 4 MiB: torch allocates as much without it on an H100.
+    # Eight workspaces of 4 MiB: torch allocates as much without the variable on an H100.
+    os.environ[_CUBLAS_WORKSPACES] = ":4096:8"
     try:
         yield
     finally:
@@ -157,7 +150,10 @@ def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, where values cannot be read; asks no driver of a run on the CPU."""
+    """Whether a CUDA graph is being captured, where values cannot be read.
+
+    It asks no driver under a run on the CPU.
+    """
     is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     return is_initialized and torch.cuda.is_current_stream_capturing()
 

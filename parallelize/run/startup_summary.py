@@ -1,10 +1,10 @@
 """Startup summary: one line that rank 0 logs when training starts.
 
-    Net: 400,010 parameters; 4 processes on 4 cuda device(s); batches: 32 x 4 processes = 128 global; 1.5 MiB of
-    gradients averaged a step; fp32
+    Net: 400,010 parameters; 4 processes on 4 cuda device(s); batches: 32 x 4 processes = 128
+    global; 1.5 MiB of gradients averaged a step; fp32
 
-It is logged in the first forward pass that records gradients: models and loaders are registered by then.
-Logging makes no collective call.
+It is logged in the first forward pass that records gradients: models and loaders are registered by
+then. Logging makes no collective call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import itertools
 import logging
 import sys
 import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,15 +25,14 @@ from parallelize.plugins.base import Engine
 from parallelize.run.context import Runtime, active
 from parallelize.torch_patches.module_tensors import all_parameters
 
-__all__ = ["ActiveLoader", "StartupSummary", "announce", "announced", "size_text"]
-
 _log = logging.getLogger("parallelize")
 _ANNOUNCED_AFTER_S = 1.0
 
 
 def announce(text: str) -> None:
     """Write a line about this program's start to stderr."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the terminal may be closed; there is no stderr
+    # The terminal may be closed, and a program without a console has no stderr.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"parallelize: {text}\n")
         sys.stderr.flush()
 
@@ -49,21 +48,6 @@ def announced(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-class ActiveLoader:
-    """A loader that is being iterated; the summary includes it while this object exists.
-
-    Args:
-        batch_sizes: local and global batch size, such as "32 x 4 processes = 128 global".
-    """
-
-    def __init__(self, batch_sizes: str) -> None:
-        self.batch_sizes = batch_sizes
-        _active_loaders.add(self)
-
-
-_active_loaders: weakref.WeakSet[ActiveLoader] = weakref.WeakSet()
 
 
 class StartupSummary:
@@ -83,56 +67,117 @@ class StartupSummary:
         self._engines[model] = engine
 
     def log_once(self) -> None:
-        """Log the summary on rank 0, once per run, unless the run has a single process and device."""
+        """Log the summary on rank 0, once per run, unless the run is one process on one device."""
         self.is_over = True
-        # A block with options of its own has another Runtime; the line is logged once for the run around it.
-        state, world = (active() or self._run).state, self._run.world
-        is_single = world.world_size == 1 and len(self._run.devices) == 1 and not self._run.config.logical
-        if state.has_logged_summary or is_single or not world.is_main:
+        # A block with options of its own has another Runtime. The line is logged once for the run
+        # around it.
+        state = (active() or self._run).state
+        world = self._run.world
+        if state.has_logged_summary or self._is_single() or not world.is_main:
             return
         state.has_logged_summary = True
         if _log.isEnabledFor(logging.INFO):
             _log.info("%s", self.text())
 
+    def _is_single(self) -> bool:
+        is_one_device = self._run.world.world_size == 1 and len(self._run.devices) == 1
+        return is_one_device and not self._run.config.logical
+
     def text(self) -> str:
         """Return the summary line."""
-        count = trained = sent = 0
-        for model, engine in self._engines.items():
-            dtype = engine.reduction.dtype if engine.reduction is not None else None
-            for each in all_parameters(model):
-                number = each.numel()  # of a sharded parameter, it counts all shards
-                count += number
-                trained += number * each.requires_grad
-                sent += number * each.requires_grad * (dtype or each.dtype).itemsize
-        batches = sorted({each.batch_sizes for each in _active_loaders if each.batch_sizes})
-        size, kind, devices = self._run.world.world_size, self._run.device.type, self._run.devices
-        # A run on the CPU asks no driver. A layout may have GPUs that this machine lacks, to be explained.
-        has_gpus = kind == "cuda" and torch.cuda.is_available()
-        pairs = itertools.combinations(devices if has_gpus else (), 2)
-        apart = [f"{a.index} and {b.index}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+        phrases = [*self._phrases_of_models_and_processes(), *self._phrases_of_batches()]
+        if self._run.world.world_size > 1:
+            sent_bytes = _count(self._engines).sent_bytes
+            phrases.append(f"{size_text(sent_bytes)} of gradients averaged a step")
+        # A run on the CPU asks no driver. A layout may have GPUs that this machine lacks, to be
+        # explained.
+        if self._run.device.type == "cuda" and torch.cuda.is_available():
+            phrases += _phrases_of_missing_peers(self._run.devices)
+        precision, _, _ = precision_summary(self._run.layout).partition(":")
+        phrases.append(precision)
+        for engine in self._engines.values():
+            if engine.why:
+                phrases.append(engine.why)
+        return "; ".join(phrases)
+
+    def _phrases_of_models_and_processes(self) -> list[str]:
+        names = " + ".join(type(model).__name__ for model in self._engines)
+        count = _count(self._engines)
+        parameters = f"{names}: {_count_text(count.numbers)} parameters"
+        if count.trained_numbers != count.numbers:
+            parameters += f", {_count_text(count.trained_numbers)} of them trained"
+        world_size = self._run.world.world_size
+        processes = "process" if world_size == 1 else "processes"
+        device_count = world_size * len(self._run.devices)
+        devices = f"{device_count} {self._run.device.type} device(s)"
+        return [parameters, f"{world_size} {processes} on {devices}"]
+
+    def _phrases_of_batches(self) -> list[str]:
+        phrases = []
         logical = self._run.config.logical
-        phrases = [
-            f"{' + '.join(type(model).__name__ for model in self._engines)}: {_count_text(count)} parameters"
-            + ("" if trained == count else f", {_count_text(trained)} of them trained"),
-            f"{size} process{'es' * (size > 1)} on {size * len(devices)} {kind} device(s)",
-            f"each batch in {logical} parts, for the same bits at any number of processes" if logical else "",
-            f"batches: {' and '.join(batches)}" if batches else "",
-            f"{size_text(sent)} of gradients averaged a step" if size > 1 else "",
-            f"no peer access between GPUs {', '.join(apart)}: copies go through the host" if apart else "",
-            precision_summary(self._run.layout).partition(":")[0],
-            *(each.why for each in self._engines.values()),
-        ]
-        return "; ".join(phrase for phrase in phrases if phrase)
+        if logical:
+            reason = "for the same bits at any number of processes"
+            phrases.append(f"each batch in {logical} parts, {reason}")
+        # As for the summary itself, loaders are those of the run around the block.
+        batch_sizes = (active() or self._run).loaders.active_batch_sizes()
+        if batch_sizes:
+            phrases.append(f"batches: {' and '.join(batch_sizes)}")
+        return phrases
+
+
+@dataclass
+class _Count:
+    """Numbers in the parameters of models, of sharded ones those of all shards.
+
+    Attributes:
+        numbers: of all parameters.
+        trained_numbers: of those that are trained.
+        sent_bytes: what a process sends of their gradients in a step.
+    """
+
+    numbers: int = 0
+    trained_numbers: int = 0
+    sent_bytes: int = 0
+
+
+def _count(engines: dict[nn.Module, Engine]) -> _Count:
+    count = _Count()
+    for model, engine in engines.items():
+        sent_dtype = None
+        if engine.reduction is not None:
+            sent_dtype = engine.reduction.dtype
+        for parameter in all_parameters(model):
+            numbers = parameter.numel()
+            count.numbers += numbers
+            if parameter.requires_grad:
+                count.trained_numbers += numbers
+                count.sent_bytes += numbers * (sent_dtype or parameter.dtype).itemsize
+    return count
+
+
+def _phrases_of_missing_peers(gpus: Sequence[torch.device]) -> list[str]:
+    """Say which GPUs of this process cannot read each other's memory, if some cannot."""
+    pairs = []
+    for first, second in itertools.combinations(gpus, 2):
+        if not torch.cuda.can_device_access_peer(first, second):
+            pairs.append(f"{first.index} and {second.index}")
+    if not pairs:
+        return []
+    return [f"no peer access between GPUs {', '.join(pairs)}: copies go through the host"]
 
 
 def size_text(size_bytes: float) -> str:
     """Format a number of bytes, such as "1.5 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "bytes" else f"{size_bytes:.1f} {unit}"
+    if size_bytes < 1024:
+        return f"{size_bytes:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
         size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
+        if size_bytes < 1024:
+            return f"{size_bytes:.1f} {unit}"
+    return f"{size_bytes / 1024:.1f} TiB"
 
 
 def _count_text(count: int) -> str:
-    return f"{count:,}" if count < 1_000_000 else f"{count / 1e6:,.1f} M"
+    if count < 1_000_000:
+        return f"{count:,}"
+    return f"{count / 1e6:,.1f} M"

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from parallelize.agreement.rank_consistency import ConsistencyCheck
     from parallelize.backends.auto.choice import Choice
 
-__all__ = ["RunState"]
-
 
 @dataclass(eq=False)
 class RunState:
@@ -20,15 +18,18 @@ class RunState:
     Each field has one writer, which its sentence names.
 
     Attributes:
-        is_in_block: whether a `parallel_model` block is open. The outermost block sets it. Without it, optimizer
-            steps in a block of independent models would be warned about, and a decorated function for several
-            processes would silently run in the one process of the block.
-        has_logged_summary: whether the startup summary was logged. `StartupSummary` sets it, so that a second block of
-            the run does not log the line again.
-        engine_choices: what `backend="auto"` has chosen, by the path of the file that keeps it; None: no file keeps it.
-            A choice is found by the text of what it was made for. Without it, each block would measure the model again.
-        pending_checks: what this rank says that it does, until the next point that all ranks reach. Loaders add to it,
-            and `run_checks` empties it. A check that its loader has dropped is gone from it.
+        is_in_block: whether a `parallel_model` block is open. The outermost block sets it. Without
+            it, optimizer steps in a block of independent models would be warned about, and a
+            decorated function for several processes would silently run in the one process of the
+            block.
+        has_logged_summary: whether the startup summary was logged. `StartupSummary` sets it, so
+            that a second block of the run does not log the line again.
+        engine_choices: what `backend="auto"` has chosen, by the path of the file that keeps it;
+            None: no file keeps it. A choice is found by the text of what it was made for. Without
+            it, each block would measure the model again.
+        pending_checks: what this rank says that it does, until the next point that all ranks reach.
+            Loaders add to it, and `run_checks` empties it. A check that its loader has dropped is
+            gone from it.
     """
 
     is_in_block: bool = False

@@ -11,8 +11,6 @@ from typing import Any
 
 from parallelize.hang_detection.stack_frames import is_user_code
 
-__all__ = ["UserLine", "user_line", "user_stacklevel"]
-
 
 @dataclass(frozen=True)
 class UserLine:
@@ -52,6 +50,8 @@ def user_line() -> UserLine | None:
 
 
 def user_stacklevel() -> int:
-    """Return the `stacklevel` with which the calling function warns at the innermost line of the user's program."""
-    stack = enumerate(traceback.walk_stack(sys._getframe(1)), start=1)
-    return next((level for level, (frame, _) in stack if is_user_code(frame)), 1)
+    """Return the `stacklevel` by which the calling function warns at the user's innermost line."""
+    for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), start=1):
+        if is_user_code(frame):
+            return level
+    return 1

@@ -44,8 +44,8 @@ from parallelize.errors import LaunchError, add_note
 from parallelize.hang_detection.stack_frames import call_site
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.run.context import Runtime, activate, current
-from parallelize.run.process_group import Rendezvous
-from parallelize.run.rng import seed_generators
+from parallelize.run.generators import seed_generators
+from parallelize.run.rendezvous import Rendezvous
 from parallelize.run.surroundings import loading_task, surroundings
 from parallelize.torch_patches.process_groups import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error

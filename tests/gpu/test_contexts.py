@@ -29,8 +29,8 @@ from parallelize import (
 )
 from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.run import process_group
 from parallelize.run.context import current
+from parallelize.run.watching import watching
 
 pytestmark = [
     pytest.mark.gpu2,
@@ -88,7 +88,7 @@ def test_a_second_context_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 def device_of_watch_thread() -> int:
     own, seen = current().watchdog, []
     before = own.on_look
-    own.on_look = lambda stack: (before(stack), seen.append(torch.cuda.current_device()))
+    own.on_look = lambda stack, **facts: (before(stack, **facts), seen.append(torch.cuda.current_device()))
     while not seen:
         time.sleep(0.05)
     return seen[0]
@@ -103,7 +103,7 @@ def test_the_watch_thread_is_on_the_device_of_its_rank() -> None:
 def device_where_captures_are_allowed() -> int:
     seen = list[int]()
     watchdog._allow_captures = lambda: seen.append(torch.cuda.current_device())
-    with process_group._with_watchdog(Watchdog(), device(), timedelta(minutes=1), since_ns=None):
+    with watching(Watchdog(), device(), timedelta(minutes=1), since_ns=None):
         while not seen:
             time.sleep(0.05)
     return seen[0]

@@ -35,7 +35,7 @@ from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.plugins.base import Engine, Inner, Reduction
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.run.context import current
-from parallelize.run.process_group import GroupPurpose, separate_group, subgroup_of_this_rank
+from parallelize.run.groups import GroupPurpose, separate_group, subgroup_of_this_rank
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.foreach import allow_in_lists
 from parallelize.torch_patches.module_tensors import (
@@ -397,7 +397,7 @@ def _meshes(options: FSDPBackend, world: World, device: torch.device) -> list[De
     """Return the meshes of fully_shard and of what the user's code sends, which has a group of its own."""
     size = options.ranks_per_copy(world)
     # Offloaded rows are on the CPU, where DTensor's own methods send them, such as `full_tensor()`.
-    purpose = GroupPurpose.OFFLOADED if options.cpu_offload else GroupPurpose.TRAINING
+    purpose = GroupPurpose.OFFLOADED_ROWS if options.cpu_offload else GroupPurpose.ROWS
     # In the names, so that meshes with other groups are not equal.
     suffix = " offloaded" if options.cpu_offload else ""
     if size == world.world_size:

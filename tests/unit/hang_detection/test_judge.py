@@ -224,7 +224,7 @@ def test_a_store_that_is_stopped_does_not_keep_the_error() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     guard, is_stopped = Watchdog(), threading.Event()
 
-    def stop_server(_: object) -> None:
+    def stop_server(*_: object, **_facts: object) -> None:
         if not is_stopped.is_set():
             os.kill(server.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, server.pid, os.WSTOPPED)

@@ -14,10 +14,11 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
-from parallelize.run.process_group import _wait_before_closing, _wait_for_all, bound_device
+from parallelize.run.process_group import bound_device
+from parallelize.run.rendezvous import wait_before_closing, wait_for_all
 
 
-@pytest.mark.parametrize("wait", [_wait_for_all, _wait_before_closing])
+@pytest.mark.parametrize("wait", [wait_for_all, wait_before_closing])
 def test_ranks_wait_for_the_last(wait: Callable[[dist.Store, int], None]) -> None:
     """The first two of three block until the third one calls, then all continue."""
     store, passed = dist.HashStore(), threading.Semaphore(0)
@@ -38,7 +39,7 @@ def test_ranks_wait_for_the_last(wait: Callable[[dist.Store, int], None]) -> Non
 
 def test_a_busy_rank_is_not_waited_for() -> None:
     """The wait before closing has a short limit: the busy rank may be waiting for this one in a collective."""
-    _wait_before_closing(dist.HashStore(), 2)
+    wait_before_closing(dist.HashStore(), 2)
 
 
 @pytest.mark.parametrize(

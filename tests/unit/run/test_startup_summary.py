@@ -14,12 +14,15 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.plugins.base import LocalEngine
 from parallelize.run.context import Runtime
-from parallelize.run.startup_summary import ActiveLoader, StartupSummary, size_text
+from parallelize.run.startup_summary import StartupSummary, size_text
 
 
-def line(*models: nn.Module) -> str:
-    world = World(world_size=2, local_world_size=2)
-    summary = StartupSummary(Runtime(world, compute_layout(Config.parse(processes=2), Hardware())))
+def run_of_two() -> Runtime:
+    return Runtime(World(world_size=2, local_world_size=2), compute_layout(Config.parse(processes=2), Hardware()))
+
+
+def line(*models: nn.Module, run: Runtime | None = None) -> str:
+    summary = StartupSummary(run or run_of_two())
     for model in models:
         summary.add_model(model, LocalEngine(model))
     return summary.text()
@@ -84,10 +87,12 @@ def test_rank_0_of_a_parallel_run_logs_the_summary_once(caplog, monkeypatch, wor
 
 def test_only_active_loaders_are_listed() -> None:
     """Batch sizes are in the line while a reference to their loader is kept, equal ones once."""
-    kept = [ActiveLoader(sizes) for sizes in ("8 x 2 processes = 16 global", "8 x 2 processes = 16 global", "")]
-    assert "; batches: 8 x 2 processes = 16 global; 8 bytes of gradients averaged a step; fp32" in line(nn.Linear(1, 1))
-    kept.append(ActiveLoader("4 x 2 processes = 8 global"))
-    assert "; batches: 4 x 2 processes = 8 global and 8 x 2 processes = 16 global; " in line(nn.Linear(1, 1))
+    run, model = run_of_two(), nn.Linear(1, 1)
+    kept = [run.loaders.begin(sizes) for sizes in ("8 x 2 processes = 16 global", "8 x 2 processes = 16 global", "")]
+    assert "; batches: 8 x 2 processes = 16 global; 8 bytes of gradients averaged a step; fp32" in line(model, run=run)
+    kept.append(run.loaders.begin("4 x 2 processes = 8 global"))
+    assert "; batches: 4 x 2 processes = 8 global and 8 x 2 processes = 16 global; " in line(model, run=run)
+    assert "batch" not in line(model)  # of another run
     kept.clear()
     gc.collect()
-    assert "batch" not in line(nn.Linear(1, 1))
+    assert "batch" not in line(model, run=run)

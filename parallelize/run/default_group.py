@@ -1,0 +1,60 @@
+"""What this library keeps for the default process group of this process while that exists."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+
+class KeyState(enum.Enum):
+    """Whether the ranks of a default group know if they have a key in common."""
+
+    OPEN = enum.auto()
+    """Nobody has given a key, and the ranks have not looked for one."""
+
+    DECIDED = enum.auto()
+    """The ranks have a key, or have found out that they cannot have one."""
+
+
+@dataclass(eq=False)
+class DefaultGroupRecord:
+    """Facts about one default group, which may be the user's and live longer than a run.
+
+    A later run with the same group needs the groups and the key that an earlier one has made
+    together with the other ranks. Each field is therefore changed only in calls that all ranks make
+    in one order. A rank whose counter were ahead would read keys of the store that no other rank
+    writes, and wait forever.
+
+    Attributes:
+        key_state: whether `key` is decided.
+        key: the secret of the ranks; None while it is open, and if the ranks have none.
+        separate_groups: the groups beside the default one, by what tells them apart.
+        watches: number of runs that have watched for hangs with this group. Each has keys of its
+            own in the store.
+    """
+
+    key_state: KeyState = KeyState.OPEN
+    key: bytes | None = None
+    separate_groups: dict[Any, Any] = field(default_factory=dict)
+    watches: int = 0
+
+
+_record_of_group: weakref.WeakKeyDictionary[Any, DefaultGroupRecord] = weakref.WeakKeyDictionary()
+"""The record of each default group that exists, which the group itself has no attribute for."""
+
+
+def default_group_record() -> DefaultGroupRecord:
+    """Return the record of the present default group."""
+    group: Any = dist.group.WORLD
+    if group not in _record_of_group:
+        _record_of_group[group] = DefaultGroupRecord()
+    return _record_of_group[group]
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
