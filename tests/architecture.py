@@ -7,13 +7,15 @@ import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from change_finder import changes_in
+from changes import OF_PYTHON, OF_TORCH, Change
 
 from parallelize.plugins.registry import BUILTIN
 
 __all__ = [
-    "CHANGES_TORCH",
     "CHANNELS",
     "ENVIRONMENT",
     "FLOORS",
@@ -23,9 +25,10 @@ __all__ = [
     "PLAIN_ROOMS",
     "READING",
     "ROOMS",
+    "ROOT",
     "Sources",
     "aimless_ignores",
-    "changes_of_torch",
+    "changes_of_others",
     "channel_table",
     "channels",
     "code_tokens",
@@ -167,11 +170,6 @@ LEAVING_CHANNELS = frozenset(
     }
 )
 
-# Files beside torch_patches that change torch, each with the reason why it still does. None is added.
-CHANGES_TORCH: Mapping[str, str] = {}
-
-_PATCHES = re.compile(r"^(replace_attribute|([\w.]+\.)?register_(optimizer_step|module)_\w*hook)$")
-_MODES = ("TorchFunctionMode", "TorchDispatchMode")
 _CODE_TOKENS = frozenset({tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING})
 
 _FORBIDDEN_FILES = frozenset({"common", "helpers", "misc", "util", "utils"})
@@ -384,21 +382,14 @@ def reading(sources: Sources, plain_rooms: frozenset[str] = PLAIN_ROOMS) -> list
     return faults
 
 
-def changes_of_torch(sources: Sources, allowed: Mapping[str, str] = CHANGES_TORCH) -> list[str]:
-    """Files beside torch_patches that replace attributes of torch or hook it without being in `allowed`."""
-    changing = set()
-    for path, text in sources.items():
-        if path.startswith(f"{PACKAGE}/torch_patches/"):
-            continue
-        for node in ast.walk(_parse(text)):
-            calls = isinstance(node, ast.Call) and _PATCHES.search(ast.unparse(node.func))
-            modes = isinstance(node, ast.ClassDef) and any(ast.unparse(each).endswith(_MODES) for each in node.bases)
-            targets = node.targets if isinstance(node, ast.Assign) else ()
-            assigned = [ast.unparse(each) for each in targets if isinstance(each, ast.Attribute)]
-            if calls or modes or any(each.startswith(("torch.", "autograd.", "optimizer_class.")) for each in assigned):
-                changing.add(path)
-    found = [f"{path} changes torch" for path in sorted(changing - allowed.keys())]
-    return found + [f"{path} is in CHANGES_TORCH and does not" for path in sorted(allowed.keys() - changing)]
+def changes_of_others(sources: Sources, listed: Sequence[Change] = (*OF_TORCH, *OF_PYTHON)) -> list[str]:
+    """Changes of torch, Python or another package that are not in tests/changes.py, and those there that are gone."""
+    known = {(f"{PACKAGE}/{change.where}", name) for change in listed for name in change.names}
+    made = {(path, name) for path, text in sources.items() for name in changes_in(_parse(text), PACKAGE)}
+    # `setattr` on any object is how it changes them.
+    made.discard((f"{PACKAGE}/torch_patches/private.py", "owner.<name>"))
+    faults = [f"{path} changes {name}: see tests/changes.py" for path, name in sorted(made - known)]
+    return faults + [f"{path} does not change {name}, as tests/changes.py says" for path, name in sorted(known - made)]
 
 
 def channels(sources: Sources, allowed: Mapping[str, str] = CHANNELS) -> list[str]:

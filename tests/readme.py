@@ -7,10 +7,13 @@ import json
 import re
 from pathlib import Path
 
+import changes
+
 from parallelize.plugins import registry
 from parallelize.precision.levels import TABLE
 
 __all__ = [
+    "CONTRIBUTING",
     "GUIDES",
     "MIGRATION",
     "PAGES",
@@ -30,7 +33,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MIGRATION = ROOT / "examples/13_migration/README.md"
 GUIDES = sorted((ROOT / "examples/guides").glob("*.md"))
-PAGES = [README, MIGRATION, *GUIDES]
+CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
+PAGES = [README, MIGRATION, CONTRIBUTING, *GUIDES]
 SKILL = ROOT / ".github/skills/parallelize/SKILL.md"
 
 
@@ -147,6 +151,8 @@ def written(text: str) -> str:
         "support": support(),
         "levels": levels(),
         "peers": peers(),
+        "changes of torch": changes.table(changes.OF_TORCH),
+        "changes of Python": changes.table(changes.OF_PYTHON),
         **migrations(),
     }.items():
         text = re.sub(

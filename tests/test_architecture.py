@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import architecture
+import changes
 import pytest
 from architecture import Sources
 
@@ -22,7 +23,7 @@ RULES: dict[Callable[[Sources], list[str]], Sources] = {
     architecture.names_of_files: PACKAGE,
     architecture.sizes: PACKAGE,
     architecture.rooms: PACKAGE,
-    architecture.changes_of_torch: PACKAGE,
+    architecture.changes_of_others: PACKAGE,
     architecture.channels: PACKAGE,
     architecture.exports: PACKAGE,
     architecture.reading: PACKAGE,
@@ -90,14 +91,23 @@ BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
     (architecture.sizes, {"parallelize/a.py": "x = 1\n" * 601}, "has 601 lines"),
     (architecture.rooms, {"parallelize/block/a.py": "x = 1\n" * 20_000}, "block: 60000 code tokens, more than"),
     (architecture.rooms, {"parallelize/attic/a.py": "x = 1"}, "attic: 3 code tokens, more than 0"),
-    (architecture.changes_of_torch, {"parallelize/a.py": "torch.autograd.backward = f"}, "a.py changes torch"),
-    (
-        architecture.changes_of_torch,
-        {"parallelize/a.py": "replace_attribute(torch.Tensor, 'backward', f)"},
-        "a.py changes",
+    *(
+        (architecture.changes_of_others, {"parallelize/a.py": source}, f"a.py changes {name}: ")
+        for source, name in (
+            ("import torch\ntorch.autograd.backward = f", "torch.autograd.backward"),
+            ("from torch import Tensor as T\nmine: Any = T\nmine.backward = f", "torch.Tensor.backward"),
+            ("import torch\nreplace_attribute(torch.Tensor, 'backward', f)", "torch.Tensor.backward"),
+            ("import torch\nsetattr(torch.Tensor, name, f)", "torch.Tensor.<name>"),
+            ("import torch as t\nf(t.use_deterministic_algorithms)", "torch.use_deterministic_algorithms"),
+            ("class A(TorchFunctionMode): ...", "class A(TorchFunctionMode)"),
+            ("import sys\na, sys.excepthook = f", "sys.excepthook"),
+            ("import sys\nsys.modules['a'] = f", "sys.modules"),
+            ("import sys\nsys.path.insert(0, 'a')", "sys.path"),
+            ("import signal\nsignal.signal(number, f)", "signal.signal"),
+            ("tensor.__class__ = A", "tensor.__class__"),
+        )
     ),
-    (architecture.changes_of_torch, {"parallelize/a.py": "register_optimizer_step_pre_hook(f)"}, "a.py changes torch"),
-    (architecture.changes_of_torch, {"parallelize/a.py": "class A(TorchFunctionMode): ..."}, "a.py changes torch"),
+    (architecture.changes_of_others, {}, "torch_patches/save.py does not change torch.save, as"),
     (architecture.sizes, {"parallelize/a.py": function('"""Doc."""\n# why\n' + "x = 1\n\n" * 46)}, "46 lines of code"),
     (architecture.sizes, {"parallelize/a.py": function("...", "self, a, b, c, d, e, f, *, g, h, i=1")}, "8 parameters"),
     (
@@ -208,6 +218,23 @@ def test_the_rule_reports_violations(rule: Callable[[Sources], list[str]], sourc
 def test_the_rule_accepts_the_rest(rule: Callable[[Sources], list[str]], sources: Sources) -> None:
     """Sources that only resemble a violation pass."""
     assert rule(sources) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import os\nos.environ['a'] = 'b'", "self.a = 1", "import parallelize as p\np.a = 1"]
+)
+def test_what_is_no_change_of_others(source: str) -> None:
+    """Variables of the environment have a rule of their own; attributes of the package's objects belong to it."""
+    assert architecture.changes_of_others({"parallelize/a.py": source}, ()) == []
+
+
+@pytest.mark.parametrize("change", [*changes.OF_TORCH, *changes.OF_PYTHON], ids=lambda change: change.what)
+def test_a_change_has_a_test(change: changes.Change) -> None:
+    """The file that makes a change, and the test that fails without it, exist; or the table says why there is none."""
+    assert (architecture.ROOT / "parallelize" / change.where).exists()
+    path, _, name = change.test.partition("::")
+    if not path.startswith("none: "):
+        assert f"def {name}(" in (architecture.ROOT / path).read_text()
 
 
 def test_there_are_few_floors() -> None:

@@ -114,6 +114,26 @@ def test_each_step_of_several_optimizers_is_compared() -> None:
     assert comparison.steps[0].weight.startswith("Linear.")
 
 
+@distributed(processes=2)
+def train_in_full_fp32() -> None:
+    matmul = torch.backends.cuda.matmul
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+    assert not matmul.allow_fp16_reduced_precision_reduction
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    train("equal")
+
+
+def test_runs_compute_in_full_fp32() -> None:
+    """The caller's setting of TF32, which workers have, does not hold in runs that are compared."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert train_in_full_fp32.compare(1).is_same
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
 @pytest.mark.filterwarnings("ignore:.*parallel_model")
 def test_runs_that_cannot_be_compared() -> None:
     """Training outside of a block parts; no step is an error; an exception of a run says in which run it was raised."""

@@ -337,3 +337,16 @@ def test_a_part_has_memory_of_its_own() -> None:
 def test_a_run_on_the_cpu_has_the_variables_of_its_caller() -> None:
     """Those of cuBLAS are for GPUs."""
     assert distributed(processes=1, logical=2)(os.environ.get)("CUBLAS_WORKSPACE_CONFIG") is None
+
+
+def test_a_block_computes_by_deterministic_kernels() -> None:
+    """Also with a number of threads that does not depend on that of the processes; after it, all is as before."""
+
+    def settings() -> list[Any]:
+        threads, fills = torch.get_num_threads(), torch.utils.deterministic.fill_uninitialized_memory
+        return [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, fills, threads]
+
+    before = settings()
+    with parallel_model(nn.Linear(2, 1), logical=1024, backend="ddp", processes=1):
+        assert settings() == [True, False, False, 1]
+    assert settings() == before
