@@ -18,7 +18,7 @@ class Change:
     Args:
         what: is changed, as CONTRIBUTING shows it.
         where: the file, in the folder of the package.
-        names: what `change_finder.changes_in` finds there; (): what it cannot see, such as entries of a module's `__dict__`.
+        names: what `change_finder.changes_in` finds there; (): what it cannot see, such as entries of a `__dict__`.
         why: what would happen without it.
         lasts: when it ends.
         test: one that fails without it, as path::name; else "none: " and why there is none.
@@ -417,10 +417,18 @@ OF_PYTHON = (
         test="none: a terminal's keyboard",
     ),
     Change(
-        what="an exit function; SIGCHLD and frozen objects in the fork server",
+        what="an exit function of a caller",
+        where="launchers/local/calling_process.py",
+        names=("atexit.register",),
+        why="its fork servers outlive it",
+        lasts="the process",
+        test="tests/worlds/test_launch_stopping.py::test_a_killed_caller_and_server_leave_no_worker",
+    ),
+    Change(
+        what="SIGCHLD and frozen objects in the fork server",
         where="launchers/local/fork_server.py",
-        names=("atexit.register", "gc.freeze", "signal.signal"),
-        why="the server outlives the caller; collections in workers copy the pages of imported modules",
+        names=("gc.freeze", "signal.signal"),
+        why="ended workers are not seen; collections in workers copy the pages of imported modules",
         lasts="the process",
         test="tests/worlds/test_launch_stopping.py::test_a_killed_caller_and_server_leave_no_worker",
     ),

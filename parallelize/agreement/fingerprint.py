@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +30,7 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
 from parallelize.run import context
 from parallelize.run.groups import GroupPurpose, separate_group
+from parallelize.run.surroundings import surroundings
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.module_tensors import (
     all_named_buffers,
@@ -49,10 +49,6 @@ _CHUNK_ELEMENTS = 2**18
 
 _CHUNK_ELEMENTS_ON_ACCELERATOR = 2**22
 """Those on an accelerator: the ten kernels take longer than their starts, in 160 MB of memory."""
-
-# A model outlives the run: in a script without a decorated function, each block is a run of its
-# own. Only whether a model is in it is asked, so that it is the same on all ranks.
-_models_of_earlier_blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -185,8 +181,9 @@ def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
     At the entry of a block they get rank 0's parameters, and what the other ranks have trained is
     lost. At the first block of a model this is as it should be.
     """
-    were_in_block = all(model in _models_of_earlier_blocks for model in models)
-    _models_of_earlier_blocks.update(models)
+    earlier_models = surroundings().script.models_of_earlier_blocks
+    were_in_block = all(model in earlier_models for model in models)
+    earlier_models.update(models)
     parameters: list[torch.Tensor] = []
     if were_in_block:
         for model in models:

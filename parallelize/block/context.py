@@ -21,14 +21,10 @@ from parallelize.call.tracebacks import folded_traceback
 from parallelize.errors import ConfigError
 from parallelize.run import context
 from parallelize.run.group_abort import is_interrupted
+from parallelize.run.surroundings import surroundings
 
 P = ParamSpec("P")
 M = TypeVar("M")
-
-# The contexts whose blocks have begun, in that order. It belongs to the process, as what blocks
-# change does: torch's hooks, and the global random generators. A run in a block of another run has
-# to end its own blocks before that one's.
-_open_contexts: list[ModelContext[Any]] = []
 
 
 class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
@@ -51,7 +47,7 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         block = self._begin()
         models = block.__enter__()
         self._blocks.append(block)
-        _open_contexts.append(self)
+        surroundings().script.open_blocks.append(self)
         return models
 
     def __exit__(
@@ -61,7 +57,7 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         traceback: types.TracebackType | None,
     ) -> bool | None:
         """End the block; the models are plain models again."""
-        _open_contexts.remove(self)
+        surroundings().script.open_blocks.remove(self)
         if error is None and is_interrupted():
             # Ranks have made different numbers of steps: the end of the block waits for no rank.
             error_type, error = KeyboardInterrupt, KeyboardInterrupt()
@@ -94,7 +90,7 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         Raises:
             ConfigError: a block that has begun later goes on.
         """
-        if self._blocks and _open_contexts[-1] is not self:
+        if self._blocks and surroundings().script.open_blocks[-1] is not self:
             raise ConfigError(
                 "stop() of a parallel_model block while one that has begun later goes on",
                 why="that block has taken over the random numbers and hooks of this one",

@@ -44,7 +44,7 @@ from parallelize.run.default_group import default_store
 from parallelize.run.group_abort import is_interrupted
 from parallelize.run.user_line import UserLine, user_line
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
-from parallelize.torch_patches.loaders import unwatched, watching_loaders
+from parallelize.torch_patches.loaders import watching_loaders
 
 # Datasets that are compared for one line: a function `fit(loader)` is called with several loaders,
 # and a program may make a dataset in each epoch.
@@ -97,7 +97,10 @@ def telling_forgotten_loaders(run: Runtime) -> Iterator[None]:
         yield
         return
     watcher = _Watcher(run)
-    with subscribed(Order.BEGIN, watcher.around_backward), watching_loaders(watcher):
+    with (
+        subscribed(Order.BEGIN, watcher.around_backward),
+        watching_loaders(watcher, watcher.unwatched),
+    ):
         yield
     watcher.answer_all()
 
@@ -107,6 +110,7 @@ class _Watcher:
 
     def __init__(self, run: Runtime) -> None:
         self._world, self._warnings = run.world, run.loader_warnings
+        self.unwatched = run.loaders.unwatched
         # By the id of the iterator: a WeakKeyDictionary takes longer than a batch should.
         self._loops: dict[int, _Loop] = {}
         self._questions: list[_Question] = []
@@ -133,7 +137,7 @@ class _Watcher:
         """Note the next batch of a loop; judge the loop if there was a backward pass since."""
         loop = self._loops.get(id(iterator))
         # A generator of the user's calls iter() where it is made, and is then sharded.
-        if loop is None or unwatched.depth:
+        if loop is None or self.unwatched.depth:
             return
         passes = self._warnings.passes
         if loop.passes is not None and loop.passes < passes:

@@ -33,7 +33,6 @@ from parallelize.run.context import active, is_main
 from parallelize.run.loader_weights import LoaderLoop
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.forward import route_of, routed_models
-from parallelize.torch_patches.loaders import unwatched, unwatched_batches
 
 T = TypeVar("T")
 
@@ -208,8 +207,9 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
         Workers of an indexed loader start now, and draw the order for the batches that they fetch.
         """
         source, device, options = self._self_source, self._self_run.device, self._self_options
+        unwatched = (active() or self._self_run).loaders.unwatched
         with unwatched:
-            batches = unwatched_batches(source.batches(this_pass))
+            batches = unwatched.batches(source.batches(this_pass))
         if options.to_device and device != torch.device("cpu"):
             are_fresh = getattr(source.loader, "num_workers", 0) > 0
             batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)

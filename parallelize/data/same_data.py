@@ -29,8 +29,8 @@ from parallelize.data.draws import access_of, is_generator, seeded_drawing
 from parallelize.data.source import length_of
 from parallelize.errors import SyncError
 from parallelize.run.containers import leaves
+from parallelize.run.context import current
 from parallelize.run.generators import global_generators
-from parallelize.torch_patches.loaders import unwatched
 
 _SEED = 0
 """Seed of the global generators at the beginning of each compared read."""
@@ -162,7 +162,7 @@ def _hashes_of_reads(loader: DataLoader[Any], indices: list[int]) -> list[list[s
         persistent_workers=False,
         pin_memory=False,
     )
-    with unwatched, _unchanged_generators(loader.dataset):
+    with current().loaders.unwatched, _unchanged_generators(loader.dataset):
         # A class of the user may change the batches in its own __iter__.
         batches: Any = DataLoader.__iter__(copy)
         try:

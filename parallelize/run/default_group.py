@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+
+from parallelize.run.surroundings import surroundings
 
 
 class KeyState(enum.Enum):
@@ -43,16 +44,13 @@ class DefaultGroupRecord:
     watches: int = 0
 
 
-_record_of_group: weakref.WeakKeyDictionary[Any, DefaultGroupRecord] = weakref.WeakKeyDictionary()
-"""The record of each default group that exists, which the group itself has no attribute for."""
-
-
 def default_group_record() -> DefaultGroupRecord:
     """Return the record of the present default group."""
     group: Any = dist.group.WORLD
-    if group not in _record_of_group:
-        _record_of_group[group] = DefaultGroupRecord()
-    return _record_of_group[group]
+    record_of_group = surroundings().script.record_of_group
+    if group not in record_of_group:
+        record_of_group[group] = DefaultGroupRecord()
+    return record_of_group[group]
 
 
 def default_store() -> dist.Store:

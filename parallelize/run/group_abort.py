@@ -19,17 +19,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from parallelize.run.surroundings import surroundings
+
 _ABORT_TIMEOUT_S = 10.0
 
 _log = logging.getLogger("parallelize")
 
-_interrupted = threading.Event()
-"""Set once, for the rest of the process: a thread of signals sets it, which knows of no run."""
-
 
 def mark_as_interrupted() -> None:
     """Let this process work alone from here on: Ctrl-C has interrupted each rank somewhere else."""
-    _interrupted.set()
+    surroundings().script.interrupted.set()
 
 
 def is_interrupted() -> bool:
@@ -37,7 +36,7 @@ def is_interrupted() -> bool:
 
     This library then makes no collectives and comparisons any more: other ranks would not answer.
     """
-    return _interrupted.is_set()
+    return surroundings().script.interrupted.is_set()
 
 
 def interrupt_collectives(*, store: int | Path | None = None) -> None:

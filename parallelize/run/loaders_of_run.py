@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from parallelize.run.user_line import UserLine
+from parallelize.torch_patches.loaders import Unwatched
 
 
 class Parts(NamedTuple):
@@ -58,6 +59,7 @@ class LoadersOfRun:
             it (batch="global"); 0: they do not, or the number is not known. Loaders set it, for the
             check of losses that compare the samples of a batch.
         active: the loaders that are being iterated.
+        unwatched: the context in which this library reads loaders of the user.
     """
 
     sharded: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)
@@ -70,6 +72,7 @@ class LoadersOfRun:
     parts_by_size: dict[int, Parts] = field(default_factory=dict)
     shared_samples: int = 0
     active: WeakSet[ActiveLoader] = field(default_factory=WeakSet)
+    unwatched: Unwatched = field(default_factory=Unwatched)
 
     def begin(self, batch_sizes: str) -> ActiveLoader:
         """Note that a loader is being iterated, for as long as the returned object exists."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import World
+from parallelize.run.surroundings import surroundings
 
 _CLOSE_WAIT_S = 1.0
 """Longest wait for the other ranks before the connections are closed."""
@@ -35,7 +36,7 @@ class Rendezvous:
 
 
 @dataclasses.dataclass(eq=False)
-class _WorldStore:
+class WorldStore:
     """The store of one world, and how many runs have used it.
 
     Attributes:
@@ -51,10 +52,6 @@ class _WorldStore:
     runs: int = 0
 
 
-_store_of_world: dict[World, _WorldStore] = {}
-"""The stores of this process, which outlive runs: see `_WorldStore.store`."""
-
-
 def store_of_next_run(world: World, timeout: timedelta, path: Path | None) -> dist.Store:
     """Return a part of the world's store that no other run uses; all ranks must call this.
 
@@ -63,9 +60,10 @@ def store_of_next_run(world: World, timeout: timedelta, path: Path | None) -> di
         timeout: longest time of a request.
         path: of this rank's FileStore; None: the ranks meet in a TCPStore.
     """
-    if world not in _store_of_world:
-        _store_of_world[world] = _WorldStore(_new_store(world, timeout, path))
-    meeting = _store_of_world[world]
+    store_of_world = surroundings().script.store_of_world
+    if world not in store_of_world:
+        store_of_world[world] = WorldStore(_new_store(world, timeout, path))
+    meeting = store_of_world[world]
     meeting.store.set_timeout(timeout)
     number = meeting.runs
     meeting.runs += 1

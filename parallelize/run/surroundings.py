@@ -7,11 +7,12 @@ user's code starts has no surroundings.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from parallelize.run.loader_weights import LoaderWeights
 from parallelize.run.loaders_of_run import LoadersOfRun
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from parallelize.backends.balanced.plan import Plan
+    from parallelize.block.context import ModelContext
     from parallelize.checkpoint.checkpoints import Replay
+    from parallelize.cluster.world import World
     from parallelize.run.context import Runtime
+    from parallelize.run.default_group import DefaultGroupRecord
+    from parallelize.run.rendezvous import WorldStore
 
 __all__ = ["Script", "Surroundings", "loading_task", "replaying", "running", "surroundings"]
 
@@ -35,11 +40,24 @@ class Script:
         loader_weights: a loop over a loader that ends before a block has a say in the block: see
             `LoaderWeights.refuse_lost_weight`.
         plans: the latest split of each model over devices, which the user may read after the block.
+        open_blocks: the contexts whose blocks have begun, in that order. What blocks change belongs to the process,
+            torch's hooks and the global random generators: a run in a block of another run has to end its own blocks
+            before that one.
+        models_of_earlier_blocks: those that have been in a block. Only whether a model is among them is asked, so that
+            it is the same on all ranks.
+        record_of_group: what the ranks have made for each default group, which the group itself has no attribute for.
+        store_of_world: the stores of the ranks, each of which is opened once.
+        interrupted: is set when Ctrl-C has interrupted the ranks, each somewhere else. A thread of signals sets it.
     """
 
     loaders: LoadersOfRun = field(default_factory=LoadersOfRun)
     loader_weights: LoaderWeights = field(default_factory=LoaderWeights)
     plans: WeakKeyDictionary[nn.Module, Plan] = field(default_factory=WeakKeyDictionary)
+    open_blocks: list[ModelContext[Any]] = field(default_factory=list)
+    models_of_earlier_blocks: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    record_of_group: WeakKeyDictionary[Any, DefaultGroupRecord] = field(default_factory=WeakKeyDictionary)
+    store_of_world: dict[World, WorldStore] = field(default_factory=dict)
+    interrupted: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)

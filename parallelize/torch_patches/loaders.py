@@ -34,8 +34,10 @@ class LoaderWatcher(Protocol):
         """An iterator is asked for its next batch, of which it may have none; also if unwatched."""
 
 
-class _Unwatched(threading.local):
+class Unwatched(threading.local):
     """A context in which this thread reads loaders that no watcher is told about.
+
+    It is of a thread, because a sharded loader may read ahead in another one.
 
     Attributes:
         depth: number of such contexts that this thread is in.
@@ -49,29 +51,30 @@ class _Unwatched(threading.local):
     def __exit__(self, *_exc: object) -> None:
         self.depth -= 1
 
-
-# Of a thread: a sharded loader may read ahead in another one.
-unwatched = _Unwatched()
-
-
-def unwatched_batches(batches: Iterable[T]) -> Iterator[T]:
-    """Yield batches; the DataLoaders that are read for them are not watched."""
-    iterator = iter(batches)
-    while True:
-        # Not while a batch is used: the loop may read other loaders. `with` takes twice as long.
-        unwatched.depth += 1
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        finally:
-            unwatched.depth -= 1
-        yield batch
+    def batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches; the DataLoaders that are read for them are not watched."""
+        iterator = iter(batches)
+        while True:
+            # Not while a batch is used: the loop may read other loaders. `with` takes twice as
+            # long.
+            self.depth += 1
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.depth -= 1
+            yield batch
 
 
 @contextlib.contextmanager
-def watching_loaders(watcher: LoaderWatcher) -> Iterator[None]:
-    """Tell a watcher of the DataLoaders that are iterated in the context."""
+def watching_loaders(watcher: LoaderWatcher, unwatched: Unwatched) -> Iterator[None]:
+    """Tell a watcher of the DataLoaders that are iterated in the context.
+
+    Args:
+        watcher: is told.
+        unwatched: the context in which it is not told.
+    """
     begin = DataLoader.__iter__
     draw = _BaseDataLoaderIter.__next__
     before_batch = watcher.before_batch
