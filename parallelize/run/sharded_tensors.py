@@ -32,6 +32,11 @@ class ShardedTensors:
         self._by_number[self._added] = tensor
         self._added += 1
 
+    def leave_sharded(self) -> None:
+        """Forget the tensors of a block that leaves them sharded, unless they may be those of one around it."""
+        if not self.open_engines:
+            self._by_number.clear()
+
     def alive(self) -> list[Any]:
         """Return the tensors that are alive, in the order in which they were made."""
         tensors = [self._by_number.get(number) for number in sorted(self._by_number.keys())]

@@ -547,6 +547,21 @@ def without_restore_parameters_stay_sharded() -> None:
         assert_close(model(whole_batch()), loaded(whole_batch()))
 
 
+@check
+def what_a_block_leaves_sharded_stays_so_at_the_end_of_a_later_one() -> None:
+    """No device has memory for the full parameters and moments of a model for which `restore=False` is needed."""
+    kept, later = seeded(), seeded()
+    optimizer = adamw(kept)
+    with parallel_model(kept, backend="fsdp", restore=False):
+        train(kept, optimizer)
+    with parallel_model(later, backend="fsdp"):
+        train(later, adamw(later))
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(hasattr(tensor, "full_tensor") for tensor in [*kept.parameters(), *moments])
+    assert not any(hasattr(tensor, "full_tensor") for tensor in later.parameters())
+    assert_close({name: each + 0 for name, each in kept.state_dict().items()}, trained())
+
+
 class Gain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -274,7 +274,10 @@ class FSDPEngine(Engine):
             each.pop(key, None)
         for module in self._inner.modules():
             _module_state_mapping.pop(module, None)  # else fully_shard could not be applied again
-        if failed or not self._restore:
+        if failed:
+            return
+        if not self._restore:
+            self._registry.leave_sharded()
             return
         self._steps.close()
         self._hooks.close()
