@@ -181,6 +181,8 @@ def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
     At the entry of a block they get rank 0's parameters, and what the other ranks have trained is
     lost. At the first block of a model this is as it should be.
     """
+    # A model outlives the run: in a script without a decorated function, each block is a run of its
+    # own.
     earlier_models = surroundings().script.models_of_earlier_blocks
     were_in_block = all(model in earlier_models for model in models)
     earlier_models.update(models)
