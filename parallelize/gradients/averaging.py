@@ -14,7 +14,8 @@ divided by numbers that are equal on all ranks: with the sum s[r] of a term, and
 
     average="ranks"     1/W sum_r  s[r] / (sum_q c[q] / W)  =  sum_r s[r] / sum_q c[q]
 
-is the gradient of one process for each of them. `sum_q c[q] / W` is all_reduce(c, "mean").
+is the gradient of one process for each of them. `sum_q c[q] / W` is all_reduce(c, "mean"). Under
+tail="weighted" it is not, where batches have unequal numbers of samples: their weights come on top.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Averaging:
         """Whether a pass reaches a model of the block: by its outputs, or by a parameter alone.
 
         It does by a parameter when a submodule is called, or for a penalty on weights. Parameters
-        are gathered for such losses only: this takes longer than all else of a small model's step.
+        are gathered for such losses only: with many modules, this takes longer than all else here.
         """
         leaves = []
         for node in nodes_behind(map(node_of, roots), owner=self):
@@ -146,7 +147,8 @@ class Averaging:
             return 1.0
         with torch.no_grad():
             total = number_on(self._run.device, count)
-            dist.all_reduce(total)  # the only communication: one number per backward pass
+            # The only communication: one number per backward pass.
+            dist.all_reduce(total)
             # The total is 0 if the targets of all ranks are ignored.
             total = total.clamp(min=1e-9)
             if total.device.type == "cpu":
