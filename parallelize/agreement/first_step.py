@@ -81,6 +81,10 @@ class FirstStep:
 
 
 def _warn_of_equal_inputs(models: Sequence[nn.Module], ranks: int) -> None:
+    """Warn that the ranks do the work of one.
+
+    The reason may be a loader, or a generator with the same seed on all ranks.
+    """
     names = " + ".join(type(model).__name__ for model in models)
     warnings.warn(
         f"{ranks} ranks read the same data: the inputs of {names} were bitwise equal on all ranks "

@@ -5,12 +5,22 @@ averaged, so that optimizers with equal settings make equal steps. A scheduler t
 rank's own metric, such as ReduceLROnPlateau, gives each rank another rate. Under ddp the copies of
 the model drift apart. Under fsdp each rank steps its rows at its own rate, and no tensor is there
 twice by which it could be noticed.
+
+    each step            the scheduled settings are noted if they have changed
+    a comparison         one digest of all settings, and of all that was noted: 8 bytes
+    if that differs      the ranks send their settings, and what they have noted
+
+Rates that were different and are equal again, as those of plateaus that the ranks reach one after
+the other, are found by what was noted.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
-from collections import OrderedDict
+import operator
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,10 +31,17 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
 
 _MOST_OPTIMIZERS = 16
+_MOST_CHANGES = 100
+
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+"""What schedules change. The other settings are compared as they are at a comparison."""
+
+_Values = tuple[float | tuple[float, ...], ...]
+"""The scheduled settings of all groups of an optimizer, one group after the other."""
 
 
 class _Setting(NamedTuple):
-    """Which setting a value is of; plain types, because the ranks send it.
+    """Which setting a value is of.
 
     Args:
         number: of the optimizer, in the order of their first steps in the block.
@@ -39,11 +56,71 @@ class _Setting(NamedTuple):
     name: str
 
 
-class _Groups(NamedTuple):
-    """The param groups of an optimizer, and the name of its type."""
+class _Change(NamedTuple):
+    """The scheduled settings from a step of the optimizer on, counted from 1."""
+
+    step: int
+    values: _Values
+
+
+@dataclass
+class _Stepped:
+    """An optimizer that has stepped; it is not referenced itself.
+
+    Attributes:
+        optimizer: name of its type.
+        groups: its param groups.
+        steps: number of its steps.
+        settings: the objects of its scheduled settings in the latest step.
+        has_tensors: whether one of them is a tensor, which may change in place.
+        values: their numbers.
+        history: a hash of all changes of these. That of numbers is equal in all processes.
+        changes: the latest changes, for the message.
+    """
 
     optimizer: str
     groups: list[dict[str, Any]]
+    steps: int = 0
+    settings: list[Any] = field(default_factory=list)
+    has_tensors: bool = False
+    values: _Values | None = None
+    history: int = 0
+    changes: deque[_Change] = field(default_factory=lambda: deque(maxlen=_MOST_CHANGES))
+
+    def note_step(self, groups: list[dict[str, Any]]) -> None:
+        """Note a step, with its scheduled settings if they have changed.
+
+        Most steps end with the objects: the same ones have the same numbers, except for tensors.
+        """
+        # Loading a state gives an optimizer another list of groups.
+        self.groups = groups
+        self.steps += 1
+        settings: list[Any] = []
+        for group in groups:
+            settings += map(group.get, _SCHEDULED)
+        are_same_objects = all(map(operator.is_, settings, self.settings))
+        if len(settings) != len(self.settings) or not are_same_objects:
+            self.settings = settings
+            self.has_tensors = any(map(torch.is_tensor, settings))
+        elif not self.has_tensors:
+            return
+        values = tuple(map(_value_of, settings))
+        if values != self.values:
+            self.values = values
+            self.history = hash((self.history, self.steps, values))
+            self.changes.append(_Change(self.steps, values))
+
+
+class _Report(NamedTuple):
+    """What a rank sends if settings differ; plain types.
+
+    Args:
+        settings: text of each setting, by the fields of `_Setting`.
+        histories: for each optimizer, by its number: the hash of its changes, and the latest ones.
+    """
+
+    settings: dict[tuple[int, str, int, str], str]
+    histories: dict[int, tuple[int, list[tuple[int, _Values]]]]
 
 
 class OptimizerSettings:
@@ -57,24 +134,27 @@ class OptimizerSettings:
     def __init__(self) -> None:
         self._numbers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._added = 0
-        self._latest: OrderedDict[int, _Groups] = OrderedDict()
+        self._latest: OrderedDict[int, _Stepped] = OrderedDict()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer that steps; it is called at every step, and reads no setting."""
+        """Note a step of an optimizer; it does not wait for a device."""
         number = self._numbers.get(optimizer)
         if number is None:
             number = self._numbers[optimizer] = self._added
             self._added += 1
-        # Loading a state gives an optimizer another list of groups.
-        self._latest[number] = _Groups(type(optimizer).__name__, optimizer.param_groups)
+        stepped = self._latest.get(number)
+        if stepped is None:
+            stepped = _Stepped(type(optimizer).__name__, optimizer.param_groups)
+            self._latest[number] = stepped
+        stepped.note_step(optimizer.param_groups)
         self._latest.move_to_end(number)
         if len(self._latest) > _MOST_OPTIMIZERS:
             self._latest.popitem(last=False)
 
     def digest(self) -> torch.Tensor:
-        """Return a number that is equal on all ranks if the settings are."""
-        settings = self._of_this_rank()
-        return digest(repr(sorted(settings.items())))
+        """Return a number that is equal on all ranks if the settings are, and have been."""
+        report = self._report()
+        return digest(repr((sorted(report.settings.items()), sorted(report.histories.items()))))
 
     def require_equal(self, when: str) -> None:
         """Compare the settings of each rank with rank 0's; a collective.
@@ -84,24 +164,93 @@ class OptimizerSettings:
         Raises:
             SyncError: one differs.
         """
-        settings_by_rank = gather_objects(self._of_this_rank())
-        settings_of_rank_0 = settings_by_rank[0]
-        for rank, settings in enumerate(settings_by_rank):
-            for key, value in settings_of_rank_0.items():
-                if settings.get(key, value) != value:
-                    raise _differing(_Setting(*key), when, value, rank, settings[key])
+        reports = [_Report(*sent) for sent in gather_objects(tuple(self._report()))]
+        report_of_rank_0 = reports[0]
+        for rank, report in enumerate(reports):
+            for key, value in report_of_rank_0.settings.items():
+                value_of_rank = report.settings.get(key, value)
+                if value_of_rank != value:
+                    setting = _Setting(*key)
+                    raise _differing_error(setting, value, f"{value_of_rank} on rank {rank}", when)
+            for number, (history, changes) in report_of_rank_0.histories.items():
+                history_of_rank, changes_of_rank = report.histories.get(number, (history, changes))
+                if history_of_rank != history:
+                    raise self._changed_apart_error(number, changes, changes_of_rank, rank)
 
-    def _of_this_rank(self) -> dict[tuple[int, str, int, str], str]:
-        values = {}
-        for number, (optimizer, groups) in self._latest.items():
-            for index, group in enumerate(groups):
+    def _report(self) -> _Report:
+        """Return the settings of this rank, and what it has noted of them.
+
+        It reads tensors on a device, and so waits for it, as comparisons of parameters do.
+        """
+        report = _Report({}, {})
+        for number, stepped in self._latest.items():
+            changes = [(change.step, change.values) for change in stepped.changes]
+            report.histories[number] = stepped.history, changes
+            for index, group in enumerate(stepped.groups):
                 for name, text in _texts_of(group).items():
-                    values[number, optimizer, index, name] = text
-        return values
+                    report.settings[number, stepped.optimizer, index, name] = text
+        return report
+
+    def _changed_apart_error(
+        self,
+        number: int,
+        changes_of_rank_0: list[tuple[int, _Values]],
+        changes: list[tuple[int, _Values]],
+        rank: int,
+    ) -> SyncError:
+        """Return the error for settings that have differed before, and are equal again."""
+        optimizer = self._latest[number].optimizer
+        steps = [step for step, _values in (*changes_of_rank_0, *changes)]
+        for step in sorted(steps):
+            pairs = zip(
+                _values_at(changes_of_rank_0, step), _values_at(changes, step), strict=False
+            )
+            for index, (value_of_rank_0, value) in enumerate(pairs):
+                if value != value_of_rank_0:
+                    group, place = divmod(index, len(_SCHEDULED))
+                    setting = _Setting(number, optimizer, group, _SCHEDULED[place])
+                    text = f"{value} on rank {rank}"
+                    return _differing_error(setting, value_of_rank_0, text, f"at its step {step}")
+        setting = _Setting(number, optimizer, 0, "lr or another setting")
+        return _differing_error(setting, "other values", f"than on rank {rank}", "in early steps")
+
+
+def _values_at(changes: list[tuple[int, _Values]], step: int) -> _Values:
+    """Return the values in a step; empty: the changes up to it are not known any more."""
+    values_at_step: _Values = ()
+    for changed_at, values in changes:
+        if changed_at <= step:
+            values_at_step = values
+    return values_at_step
+
+
+def _value_of(setting: Any) -> float | tuple[float, ...]:
+    """Return the number of a setting; those of betas, which are a tuple."""
+    if isinstance(setting, tuple):
+        return tuple(map(_number_of, setting))
+    return _number_of(setting)
+
+
+def _number_of(setting: Any) -> float:
+    """Return a number whose hash is that of all processes; 0: it is none, or is read later.
+
+    To read a tensor on a device would wait for it at every step. It is compared as it is at a
+    comparison.
+    """
+    if isinstance(setting, torch.Tensor):
+        is_readable = setting.device.type == "cpu" and setting.numel() == 1
+        setting = setting.item() if is_readable else 0.0
+    if not isinstance(setting, (int, float)):
+        return 0.0
+    # NaN has another hash each time, and is not equal to itself.
+    return 0.0 if math.isnan(setting) else float(setting)
 
 
 def _texts_of(group: dict[str, Any]) -> dict[str, str]:
-    """Return the settings of a param group as texts, by their names."""
+    """Return the settings of a param group as texts, by their names.
+
+    Other values of a group, such as a name that the user has given it, are no numbers.
+    """
     texts = {}
     for name, setting in group.items():
         text = None if name == "params" else _text_of(setting)
@@ -125,12 +274,20 @@ def _text_of(setting: Any) -> str | None:
     return None
 
 
-def _differing(
-    setting: _Setting, when: str, value_of_rank_0: str, rank: int, value: str
+def _differing_error(
+    setting: _Setting, value_of_rank_0: Any, text_of_rank: str, when: str
 ) -> SyncError:
+    """Return the error for a setting that is, or was, not equal on two ranks.
+
+    Args:
+        setting: which one.
+        value_of_rank_0: its value there.
+        text_of_rank: the other value, and the rank that has it.
+        when: the comparison, or the step.
+    """
     return SyncError(
         f"{setting.name} of group {setting.group} of {setting.optimizer}: {value_of_rank_0} on "
-        f"rank 0, {value} on rank {rank}, {when}",
+        f"rank 0, {text_of_rank}, {when}",
         why="each rank makes other steps with the same gradients, as with a scheduler that is fed "
         "with a rank's own metric (ReduceLROnPlateau)",
         fix="compute it from numbers that are equal on all ranks: "

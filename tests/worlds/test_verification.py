@@ -173,6 +173,21 @@ def scheduler_of_its_own_metric_under_fsdp_with_verified_steps(wrong: bool) -> A
     return plateau(make, wrong=wrong, backend="fsdp", verify_every=2)
 
 
+@told(r"lr of group 1 of Adam: 0.05 on rank 0, 0.1 on rank 1, at its step 3")
+def schedules_that_differed_before_the_end(wrong: bool) -> Any:
+    """As the rates of plateaus that the ranks reach one after the other, under fsdp."""
+    model = mlp()
+    with parallel_model(model, backend="fsdp"):
+        groups = [{"params": model.encoder.parameters()}, {"params": model.head.parameters()}]
+        optimizer = torch.optim.Adam(groups, 0.1)
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            square(model(batch(step))).backward()
+            optimizer.step()
+            optimizer.param_groups[1]["lr"] = 0.05 if step >= 2 + 2 * (rank() == 1 and wrong) else 0.1
+    return model.state_dict()
+
+
 @told_in_a_block(r"betas of group 1 of AdamW: \['0.9', '0.999'\] on rank 0, \['0.8', '0.999'\] on rank 1")
 def momentum_of_one_group(model: Mlp, _: Any, wrong: bool) -> None:
     groups = [{"params": model.encoder.parameters()}, {"params": model.head.parameters(), "name": f"rank {rank()}"}]
