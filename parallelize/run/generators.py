@@ -105,14 +105,16 @@ class RNGState:
 
     def has_changed(self) -> bool:
         """Return whether random numbers were drawn since then."""
-        before = [state_hash(state) for _, state in self._states]
-        now = [state_hash(generator.get()) for generator, _ in self._states]
-        return now != before
+        return any(_was_drawn_from(generator, state) for generator, state in self._states)
 
     def restore(self) -> None:
         """Restore the states."""
         for generator, state in self._states:
             generator.set(state)
+
+
+def _was_drawn_from(generator: GeneratorAccess, state: Any) -> bool:
+    return state_hash(generator.get()) != state_hash(state)
 
 
 def seed_generators(seed: int) -> None:

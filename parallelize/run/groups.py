@@ -1,7 +1,9 @@
 """Process groups beside the default one, each for a purpose.
 
 A group of gloo has a connection to each other rank: a file that is open, for as long as the default
-group lives.
+group lives. So purposes share a group where two sentences can be said of them: all ranks send in
+one order, and what is sent by a rank that is elsewhere by mistake is not taken for what was
+expected.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from parallelize.cluster.world import World
 from parallelize.config.options import backend_by_device_type
 from parallelize.run.default_group import default_group_record
 from parallelize.run.rendezvous import reachable, reachable_gloo
+from parallelize.torch_patches.backward import is_in_backward
 
 
 class GroupPurpose(enum.Enum):
@@ -41,7 +44,15 @@ class GroupPurpose(enum.Enum):
     """Fingerprints, and the objects and shards of a checkpoint that the main thread writes. Its
     tensors are on the CPU.
 
-    Hang detection tells a rank that compares from one that trains.
+    It shares the group of GRADIENTS where that is one of gloo. The order is one on all ranks: a
+    backward pass has received all that it has sent when it returns to the main thread, which alone
+    compares. Nothing is mixed up: an average begins with an all_reduce or an all_to_all, a
+    comparison or a save begins with an all_gather, and gloo pairs messages of one type of
+    collective only. A rank that compares and one that averages wait for each other, and hang
+    detection proves it by the two types.
+
+    In a backward pass, such as in a hook that saves, the order would not be one: see GRADIENTS.
+    There, comparisons have a group of their own.
     """
 
     ROWS = enum.auto()
@@ -73,6 +84,8 @@ def separate_group(world: World, device: torch.device, purpose: GroupPurpose) ->
     """
     groups = default_group_record().separate_groups
     backend = _backend_of(purpose, device)
+    if purpose is GroupPurpose.COMPARISONS and not is_in_backward():
+        purpose = GroupPurpose.GRADIENTS
     if (purpose, backend) not in groups:
         with _meeting_for_new_groups(world, device) as timeout:
             groups[purpose, backend] = dist.new_group(backend=backend, timeout=timeout)

@@ -85,10 +85,10 @@ class StartupSummary:
 
     def text(self) -> str:
         """Return the summary line."""
-        phrases = [*self._phrases_of_models_and_processes(), *self._phrases_of_batches()]
+        count = _count(self._engines)
+        phrases = [self._parameters(count), self._processes(), *self._phrases_of_batches()]
         if self._run.world.world_size > 1:
-            sent_bytes = _count(self._engines).sent_bytes
-            phrases.append(f"{size_text(sent_bytes)} of gradients averaged a step")
+            phrases.append(f"{size_text(count.sent_bytes)} of gradients averaged a step")
         # A run on the CPU asks no driver. A layout may have GPUs that this machine lacks, to be
         # explained.
         if self._run.device.type == "cuda" and torch.cuda.is_available():
@@ -100,17 +100,19 @@ class StartupSummary:
                 phrases.append(engine.why)
         return "; ".join(phrases)
 
-    def _phrases_of_models_and_processes(self) -> list[str]:
+    def _parameters(self, count: _Count) -> str:
         names = " + ".join(type(model).__name__ for model in self._engines)
-        count = _count(self._engines)
-        parameters = f"{names}: {_count_text(count.numbers)} parameters"
+        phrase = f"{names}: {_count_text(count.numbers)} parameters"
         if count.trained_numbers != count.numbers:
-            parameters += f", {_count_text(count.trained_numbers)} of them trained"
+            phrase += f", {_count_text(count.trained_numbers)} of them trained"
+        return phrase
+
+    def _processes(self) -> str:
         world_size = self._run.world.world_size
         processes = "process" if world_size == 1 else "processes"
         device_count = world_size * len(self._run.devices)
         devices = f"{device_count} {self._run.device.type} device(s)"
-        return [parameters, f"{world_size} {processes} on {devices}"]
+        return f"{world_size} {processes} on {devices}"
 
     def _phrases_of_batches(self) -> list[str]:
         phrases = []

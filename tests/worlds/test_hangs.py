@@ -115,7 +115,7 @@ DEADLOCKS: dict[Callable[[int], None], str] = {
     trains_alone: r"rank 0 .* in backward \(all_reduce of float32\[22\]\) for .*; rank 1 .* in all_reduce\(op='mean'\)",
     unfreezes_alone: r"data of another size|in backward.*different shapes",
     saves_shards_alone: r"rank 0 waits at .* in save\(.*\) for rank 1; rank 1 waits at .* in barrier\('saved'\)",
-    saves_the_best_of_a_rank: r"rank 0 waits at .* in backward .* for rank 1; rank 1 waits at .* in save\(.*\)",
+    saves_the_best_of_a_rank: r"rank 0 waits at .* in backward .*; rank 1 waits at .* in save\(.*\)",
     loads_alone: r"rank 0 waits at .* in load\(.*\) for rank 1; rank 1 waits at .* in barrier\('loaded'\)",
 }
 
