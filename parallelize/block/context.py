@@ -1,10 +1,12 @@
 """ModelContext: what `parallel_model` returns. `start` begins its block without a `with`.
 
-with parallel_model(model):         __enter__ ... __exit__
-parallel_model(model).start()       __enter__ ... __exit__ at the first of
-stop()
-the end of the decorated function
-the end of the process, in a script without one
+    with parallel_model(model):         __enter__ ... __exit__
+    parallel_model(model).start()       __enter__ ... __exit__ at the first of
+                                            stop()
+                                            the end of the decorated function
+                                            the end of the process, in a script without one
+
+A context that is neither entered nor started has changed nothing: its use as a model is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """One model of a block on the way of its calls: from the user's call to the engine, and back.
 
-model(x)            Route: the methods that are set on the model for the time of the block
-_call               the inputs are moved to the device
-_before_forward   with gradients: the first one chooses the engine and logs one line; changes
-of the model are followed; ranks that do different things are told
-engine            the user's forward
-_after_forward    with gradients: the outputs are marked in the graph
+    model(x)                the method that the Route has set on the model
+    └── _call               moves the inputs to the device
+        ├── _before_forward with gradients: the first forward chooses the engine and logs a line;
+        │                   changes of the model are followed; ranks that iterate different data
+        │                   are told
+        ├── the engine      the user's forward
+        └── _after_forward  with gradients: marks the outputs in the graph
+
+Without gradients nothing here waits for another rank, though fsdp's engine does: one rank may
+evaluate alone.
 """
 
 from __future__ import annotations

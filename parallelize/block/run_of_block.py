@@ -1,9 +1,11 @@
 """The run of a block: that of the surrounding function, or one for this block alone.
 
-a decorated function                            its run
-... and options of the block                    the same processes and devices, other options
-torchrun or srun, without a decorated function  the processes that were started
-a plain script                                  one process, on one device or on several (dp)
+    a decorated function                            its run
+    ... and options of the block                    the same processes and devices, other options
+    torchrun or srun, without a decorated function  the processes that were started
+    a plain script                                  one process, on one device or on several (dp)
+
+The processes and devices of a run never change inside it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Routes of models: methods that are set on a model's instance for the time of a block.
 
-model(x)                              the user's call; the user's forward hooks fire here, once
-└── model.forward (the instance's)    Route: the block chooses the engine
-└── the engine's module           DataParallel, a pipeline, the root of fully_shard, ...
-└── Inner.forward             the precision's context
-└── original forward      the user's code; a call of self.forward in it is not routed
+    model(x)                                    the user's call; hooks of the user's fire once
+    └── model.forward (the instance's)          Route: the block chooses the engine
+        └── the engine's module                 DataParallel, a pipeline, fully_shard's root, ...
+            └── Inner.forward                   the precision's context
+                └── original forward            the user's code
+
+A call of `self.forward` in the user's code is not routed again.
 """
 
 from __future__ import annotations

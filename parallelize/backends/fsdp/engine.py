@@ -258,7 +258,8 @@ class FSDPEngine(Engine):
             raise SyncError(
                 f"gradients of a loss are not in the parameters of {type(optimizer).__name__}",
                 why="under fsdp, backward has to go through the output of the model",
-                fix="return that loss, or what it is computed from, from forward, or use backend='ddp'",
+                fix="return that loss, or what it is computed from, from forward: as tensors, or in lists, dicts or "
+                "dataclasses, whose tensors are found; or use backend='ddp'",
             )
 
     @override
