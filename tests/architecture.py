@@ -103,8 +103,8 @@ MAX_NESTING = 3
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
     "": 5_771,
-    "agreement": 13_023,
-    "backends": 19_557,
+    "agreement": 13_833,
+    "backends": 19_558,
     "backends/balanced": 14_117,
     "block": 5_280,
     "call": 13_530,
@@ -119,7 +119,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 20_062,
     "plugins": 3_248,
     "precision": 6_829,
-    "run": 9_908,
+    "run": 9_942,
     "torch_patches": 7_526,
     "worker": 4_371,
 }
