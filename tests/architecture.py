@@ -114,19 +114,19 @@ ROOMS: Mapping[str, int] = {
     "comparison": 1_569,
     "config": 6_017,
     "data": 21_371,
-    "gradients": 10_646,
+    "gradients": 10_532,
     "hang_detection": 7_758,
     "launchers": 20_062,
     "plugins": 3_248,
     "precision": 6_829,
-    "run": 9_942,
+    "run": 9_915,
     "torch_patches": 7_526,
     "worker": 4_371,
 }
 
 # Rooms that are written plainly: their figures of reading stay within READING, and what is internal has an underscore,
 # so that they need no __all__. The goal is all rooms.
-PLAIN_ROOMS = frozenset({"agreement", "block", "data", "run", "torch_patches"})
+PLAIN_ROOMS = frozenset({"agreement", "block", "data", "gradients", "run", "torch_patches"})
 
 # Figures of a plain room: code tokens a line; of a thousand code tokens: comprehensions, those in others or with two
 # loops, conditional expressions; of a hundred names: those that name nothing.

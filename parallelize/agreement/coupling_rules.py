@@ -168,7 +168,8 @@ def _quotient(operation: Operation) -> Value:
     return _multiplied(operation, values)
 
 
-# Reductions, and what normalizes along a dimension.
+# Reductions, and what normalizes along a dimension. Along another dimension than that of the batch,
+# each row stays a function of its sample, and only the position of the batch dimension may change.
 
 
 def _dims_of(operation: Operation) -> set[int]:
@@ -275,7 +276,11 @@ def _after_reduction(operation: Operation, value: Value) -> Value:
 
 
 # Products of matrices. A place is the dimension of the result that a dimension becomes; None: the
-# product sums over it.
+# product sums over it. For x of (samples, features):
+#
+#     x @ w        places of x: (0, None)                        PER_SAMPLE
+#     x.T @ y      both batch dimensions at None                 SUMMED
+#     x @ y.T      batch dimensions at 0 and at 1                PAIRED
 
 _Places = tuple[int | None, ...]
 
@@ -350,7 +355,8 @@ def _times_samples(
     return _joined([replace(value, batch_dims=(first_place,)) for value in values])
 
 
-# Movements of elements.
+# Movements of elements. A part of the rows may be one sample's, and then a sum over it couples
+# nothing: such a part is UNKNOWN.
 
 
 def _reshaped(operation: Operation) -> Value:

@@ -27,16 +27,6 @@ from torch.utils._pytree import tree_leaves
 from parallelize.run.containers import leaves
 from parallelize.torch_patches.backward import Root
 
-__all__ = [
-    "has_sparse_gradient",
-    "is_output",
-    "mark_outputs",
-    "marks_of",
-    "node_of",
-    "nodes_behind",
-    "scaled_start",
-]
-
 _MARK = "parallelize: inputs of the forward, by owners"
 _NO_MARKS: Mapping[object, Any] = {}
 

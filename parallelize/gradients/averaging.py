@@ -35,8 +35,6 @@ from parallelize.run.context import Runtime
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 from parallelize.torch_patches.module_tensors import all_parameters
 
-__all__ = ["Average", "Averaging"]
-
 Average = Literal["ranks", "sum", "tokens"]
 
 

@@ -26,8 +26,6 @@ from parallelize.gradients.autograd_graph import scaled_start
 from parallelize.run.loader_weights import LoaderLoop, LoaderWeights
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 
-__all__ = ["Weight", "refusing_lost_weights", "weighing_loop", "with_weight"]
-
 Weight = float | torch.Tensor
 """A number of the host, or one in a 0-dim tensor of the device, which the host does not read."""
 
@@ -40,7 +38,8 @@ def with_weight(backward_pass: Pass, weight: Weight) -> Pass:
     """
     if backward_pass.is_weighted:
         raise ConfigError(
-            "a loss through models of two parallel_model blocks, both with average='sum' or 'tokens'",
+            "a loss through models of two parallel_model blocks, both with average='sum' or "
+            "'tokens'",
             why="each block would weight the loss",
             fix="use one block: parallel_model(first, second, average=...)",
         )

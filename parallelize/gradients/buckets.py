@@ -20,7 +20,6 @@ from parallelize.gradients.mean_over_ranks import OrderedMean, PendingMean
 if TYPE_CHECKING:
     from parallelize.gradients.model_buckets import ModelBuckets
 
-__all__ = ["Bucket", "BucketState", "Place", "Slot", "Usage", "add_hook", "divide", "read_flags"]
 
 _FIRST_BYTES = 2**20
 """Size of the first bucket, which is sent early for being small, as DistributedDataParallel's."""
@@ -67,11 +66,15 @@ class Slot:
     Attributes:
         averaged: the gradient that the ranks have averaged; None: what `.grad` has is of this rank.
         repeats: whether the gradient accumulates twice in a pass on this rank.
+        model: the buckets of the model that has the parameter; None: the block has ended, or the
+            slots are made anew.
         bucket: the bucket that sends the gradient; None: the parameter was never trained.
     """
 
     def __init__(self, name: str, parameter: Any, *, is_sparse: bool, place: Place) -> None:
-        self.name, self.parameter, self.is_sparse = name, parameter, is_sparse
+        self.name = name
+        self.parameter = parameter
+        self.is_sparse = is_sparse
         self.place = place
         self.averaged: ref[torch.Tensor] | None = None
         self.repeats = False
@@ -195,7 +198,8 @@ class Bucket:
             raise SyncError(
                 f"the gradient of {accumulated[0].name} accumulated after it was sent",
                 why="in earlier passes it accumulated once, so that it was sent as complete",
-                fix="use torch.utils.checkpoint with use_reentrant=False, or from the first pass on",
+                fix="use torch.utils.checkpoint with use_reentrant=False, or from the first pass "
+                "on",
             )
         self.repeats = True
         if self.state is BucketState.COMPLETE:
@@ -377,6 +381,8 @@ def _gathered(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> torch.T
 
 
 @functools.lru_cache(maxsize=64)
-def _flags(has_gradient: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _flags(
+    has_gradient: tuple[bool, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return the flags of a bucket on its device. They are kept: a copy to a GPU waits for it."""
     return torch.tensor(has_gradient, dtype=dtype, device=device)

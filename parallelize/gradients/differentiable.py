@@ -25,8 +25,6 @@ from torch import Tensor
 
 from parallelize.run import context
 
-__all__ = ["NATIVE_DTYPES", "REDUCE_DTYPES", "REDUCE_OPS", "all_gather", "all_reduce", "broadcast"]
-
 REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
@@ -172,7 +170,9 @@ def _is_device_of_group(device: torch.device) -> bool:
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any
+    ) -> Tensor:
         ctx.differentiate = differentiate
         # Collectives read memory as it lies: lazy conjugation and negation are resolved.
         values = x.detach().resolve_conj().resolve_neg()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """A copy of a tensor on the host.

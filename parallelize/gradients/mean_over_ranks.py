@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["MeanOverRanks", "OrderedMean", "PendingMean"]
-
 
 class PendingMean(Protocol):
     """A mean that is under way: torch's Work, or an `OrderedMean`."""
@@ -80,10 +78,14 @@ class OrderedMean:
     """
 
     def __init__(self, flat: torch.Tensor, size: int, group: Any) -> None:
-        self._flat, self._size, self._group = flat, size, group
+        self._flat = flat
+        self._size = size
+        self._group = group
         self._padded = nn.functional.pad(flat, (0, -len(flat) % size))
         self._pieces = torch.empty_like(self._padded)
-        self._work: Any = dist.all_to_all_single(self._pieces, self._padded, group=group, async_op=True)
+        self._work: Any = dist.all_to_all_single(
+            self._pieces, self._padded, group=group, async_op=True
+        )
 
     def is_completed(self) -> bool:
         """Return False: the second collective begins at the end of backward.

@@ -15,8 +15,6 @@ from parallelize.gradients.buckets import Bucket, BucketState, Place, Slot, Usag
 from parallelize.gradients.mean_over_ranks import MeanOverRanks
 from parallelize.plugins.base import Reduction
 
-__all__ = ["ModelBuckets"]
-
 _bucket = attrgetter("bucket")
 
 
@@ -51,7 +49,8 @@ class ModelBuckets:
         reduction: Reduction,
         on_last: Callable[[ModelBuckets, torch.Tensor], None],
     ) -> None:
-        self.slots, self.reduction = slots, reduction
+        self.slots = slots
+        self.reduction = reduction
         self.is_learning = True
         self.is_no_sync = False
         self.unsent: deque[Bucket] = deque()

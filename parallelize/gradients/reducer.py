@@ -55,8 +55,6 @@ from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.module_tensors import all_named_parameters
 
-__all__ = ["Reducer"]
-
 _model = attrgetter("model")
 
 
@@ -161,7 +159,8 @@ class Reducer:
             model.remove_hooks()
         for slot in self.slots.values():
             slot.model = slot.bucket = None
-        self.slots, self.models = {}, {}
+        self.slots = {}
+        self.models = {}
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -220,8 +219,10 @@ class Reducer:
         if self._arrived:
             self._take_arrived()
             raise ConfigError(
-                "a backward pass that did not start at loss.backward() or torch.autograd.backward()",
-                why="its function was imported before the block, so its gradients are not averaged over the ranks",
+                "a backward pass that did not start at loss.backward() or "
+                "torch.autograd.backward()",
+                why="its function was imported before the block, so its gradients are not averaged "
+                "over the ranks",
                 fix="call loss.backward(), or torch.autograd.backward(...) by this name",
             )
 
@@ -243,7 +244,9 @@ class Reducer:
         running = self._pass
         if running is None or model.is_no_sync:
             return
-        with self._lock, torch.no_grad():  # autograd has a thread for each device
+        # Autograd has a thread for each device. Without no_grad, a pass under create_graph=True
+        # would record the copies in the graph.
+        with self._lock, torch.no_grad():
             self._note(running)
             if not running.may_send_early(model):
                 return

@@ -36,16 +36,6 @@ from parallelize.gradients.autograd_graph import is_output, node_of, nodes_behin
 from parallelize.run.containers import leaves
 from parallelize.torch_patches.backward import Root
 
-__all__ = [
-    "LossCount",
-    "are_equal",
-    "attach_count",
-    "join_weights",
-    "loss_counts",
-    "number_on",
-    "required_count",
-]
-
 Number = float | torch.Tensor
 """A number of the host, or one in a 0-dim tensor of an accelerator, where reading it waits."""
 
@@ -413,7 +403,9 @@ def _count_of_reduction(value: _Value) -> LossCount:
     return LossCount(operation, "mean", value.sources()[0].elements)
 
 
-def number_on(device: torch.device, number: Number, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def number_on(
+    device: torch.device, number: Number, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     """Return a new 0-dim tensor with a number, for which the host does not wait.
 
     A kernel fills it. torch.tensor(number, device=device) copies it from memory that is not pinned:

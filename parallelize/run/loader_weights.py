@@ -32,8 +32,6 @@ import torch
 
 from parallelize.errors import SyncError
 
-__all__ = ["LoaderLoop", "LoaderWeights", "Pace"]
-
 
 class Pace(enum.Enum):
     """Whether a loop takes batches in step with backward passes; drawn at the top of the file."""
@@ -77,7 +75,8 @@ class LoaderLoop:
         """
         if self.pace is Pace.AMBIGUOUS:
             raise _batch_taken_ahead_error(
-                "a batch was taken before the backward pass of the previous one, and their weights differ"
+                "a batch was taken before the backward pass of the previous one, and their weights "
+                "differ"
             )
         self.awaits_backward = False
         self.has_trained = True
@@ -89,7 +88,9 @@ class LoaderLoop:
             SyncError: the last batch has a weight other than 1, and no backward pass yet.
         """
         if self.has_trained and self.awaits_backward and self.weight != 1.0:
-            raise _batch_taken_ahead_error("the loader was exhausted before the backward pass of the last batch")
+            raise _batch_taken_ahead_error(
+                "the loader was exhausted before the backward pass of the last batch"
+            )
 
     @property
     def needs_weight(self) -> bool:
@@ -173,7 +174,9 @@ class LoaderWeights:
         """
         if self.has_lost_weight and not self.loops:
             self.has_lost_weight = False
-            raise _batch_taken_ahead_error("the loop over a loader ended before the backward pass of its batches")
+            raise _batch_taken_ahead_error(
+                "the loop over a loader ended before the backward pass of its batches"
+            )
 
 
 def _batch_taken_ahead_error(event: str) -> SyncError:

@@ -1,23 +1,24 @@
-"""The sharded tensors of a run, which fsdp makes: which of them are alive, and what has happened to them."""
+"""The sharded tensors that fsdp makes in a run: which are alive, and what was written to them."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
-__all__ = ["ShardedTensors"]
-
 
 class ShardedTensors:
-    """The sharded tensors of a run in this process. All ranks make them, and write to them, in one order.
+    """The sharded tensors of a run in this process.
 
-    Each of them refers to this object, since it may be used after the end of the run: by `restore=False`.
+    All ranks make them, and write to them, in one order. Each tensor refers to this object: under
+    `restore=False` it is used after the end of the run.
 
     Attributes:
-        writes: number of writes to shards. What was gathered at an earlier number is gathered again.
-        open_engines: number of engines of fsdp whose block has not ended. Tensors of one block may be the operands of
-            another one's, so that all become plain when the last block ends.
-        keeps_shards: whether a state dict that is made now gets the shards, in place of full tensors.
+        writes: number of writes to shards. What was gathered at an earlier number is gathered
+            again.
+        open_engines: number of engines of fsdp whose block has not ended. Tensors of one block may
+            be operands of those of another, so that all become plain when the last block ends.
+        keeps_shards: whether a state dict that is made now gets the shards, in place of full
+            tensors.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,10 @@ class ShardedTensors:
         self._added += 1
 
     def leave_sharded(self) -> None:
-        """Forget the tensors of a block that leaves them sharded, unless they may be those of one around it."""
+        """Forget the tensors of a block that leaves them sharded.
+
+        While a block around it is open, they may be those of that one, and are kept.
+        """
         if not self.open_engines:
             self._by_number.clear()
 

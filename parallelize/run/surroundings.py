@@ -1,7 +1,7 @@
-"""What surrounds the code that runs now: a run, a task that is being loaded, or a step that is replayed.
+"""What surrounds the code that runs now: a run, a task that is loaded, or a step that is replayed.
 
-Functions of users are called without an argument for it, so that it is held in a context variable. A thread that the
-user's code starts has no surroundings.
+Functions of users are called without an argument for it, so that a context variable holds it. A
+thread that the user's code starts has only the program around it, and no run.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ if TYPE_CHECKING:
     from parallelize.run.default_group import DefaultGroupRecord
     from parallelize.run.rendezvous import WorldStore
 
-__all__ = ["Script", "Surroundings", "loading_task", "replaying", "running", "surroundings"]
-
 
 @dataclass(frozen=True, eq=False)
 class Script:
-    """What a program keeps beyond its runs. Without a decorated function, each of its blocks has a run of its own.
+    """What a program keeps beyond its runs.
+
+    Without a decorated function, each of its blocks has a run of its own.
 
     Args:
         loaders: those that are divided outside of runs.
         loader_weights: a loop over a loader that ends before a block has a say in the block: see
             `LoaderWeights.refuse_lost_weight`.
         plans: the latest split of each model over devices, which the user may read after the block.
-        open_blocks: the contexts whose blocks have begun, in that order. What blocks change belongs to the process,
-            torch's hooks and the global random generators: a run in a block of another run has to end its own blocks
-            before that one.
-        models_of_earlier_blocks: those that have been in a block. Only whether a model is among them is asked, so that
-            it is the same on all ranks.
-        record_of_group: what the ranks have made for each default group, which the group itself has no attribute for.
+        open_blocks: the contexts whose blocks have begun, in that order. What blocks change belongs
+            to the process, torch's hooks and the global random generators: a run in a block of
+            another run has to end its own blocks before that one.
+        models_of_earlier_blocks: those that have been in a block. Only whether a model is among
+            them is asked, so that it is the same on all ranks.
+        record_of_group: what the ranks have made for each default group, which the group itself has
+            no attribute for.
         store_of_world: the stores of the ranks, each of which is opened once.
-        interrupted: is set when Ctrl-C has interrupted the ranks, each somewhere else. A thread of signals sets it.
+        interrupted: is set when Ctrl-C has interrupted the ranks, each somewhere else. A thread of
+            signals sets it.
     """
 
     loaders: LoadersOfRun = field(default_factory=LoadersOfRun)
@@ -55,7 +57,9 @@ class Script:
     plans: WeakKeyDictionary[nn.Module, Plan] = field(default_factory=WeakKeyDictionary)
     open_blocks: list[ModelContext[Any]] = field(default_factory=list)
     models_of_earlier_blocks: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    record_of_group: WeakKeyDictionary[Any, DefaultGroupRecord] = field(default_factory=WeakKeyDictionary)
+    record_of_group: WeakKeyDictionary[Any, DefaultGroupRecord] = field(
+        default_factory=WeakKeyDictionary
+    )
     store_of_world: dict[World, WorldStore] = field(default_factory=dict)
     interrupted: threading.Event = field(default_factory=threading.Event)
 
@@ -66,7 +70,8 @@ class Surroundings:
 
     Args:
         run: the active run; None: there is none.
-        is_loading_task: whether this is a worker that imports the modules of its task, before its run begins.
+        is_loading_task: whether this is a worker that imports the modules of its task, before its
+            run begins.
         replay: the step that `parallelize replay` has asked for; None: steps are not replayed.
         script: the program of this process. All surroundings have the same one.
     """
@@ -77,7 +82,10 @@ class Surroundings:
     script: Script = field(default_factory=Script, repr=False)
 
 
-_surroundings: ContextVar[Surroundings] = ContextVar("parallelize_surroundings", default=Surroundings())  # noqa: B039 - its one Script is shared
+_surroundings: ContextVar[Surroundings] = ContextVar(
+    "parallelize_surroundings",
+    default=Surroundings(),  # noqa: B039 - the one Script in it is that of all threads
+)
 
 
 def surroundings() -> Surroundings:
