@@ -97,7 +97,10 @@ class ModelBuckets:
                 bucket.arrive(list(slots_of_bucket))
 
     def next_complete(self) -> Bucket | None:
-        """Return the next bucket to be sent; None: it must not be sent yet."""
+        """Return the next bucket to be sent; None: it must not be sent yet.
+
+        All ranks send in one order, so that a bucket which is not complete holds back those behind.
+        """
         if not self.unsent or self.is_learning:
             return None
         bucket = self.unsent[0]
@@ -106,7 +109,10 @@ class ModelBuckets:
         return bucket
 
     def send_next(self, mean: MeanOverRanks) -> None:
-        """Send the next bucket."""
+        """Send the next bucket.
+
+        In backward it is complete; at the end of a pass, zeros stand for gradients that are missing.
+        """
         bucket = self.unsent.popleft()
         bucket.send(mean.start, self.reduction.dtype)
         self.under_way.append(bucket)

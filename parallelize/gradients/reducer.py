@@ -270,7 +270,10 @@ class Reducer:
         return slots
 
     def _note(self, running: _RunningPass) -> None:
-        """Note in their buckets which gradients have arrived."""
+        """Note in their buckets which gradients have arrived.
+
+        The first one of a model begins the pass there: parameters may be frozen until then.
+        """
         for model, slots in groupby(self._take_arrived(), _model):
             if model.is_no_sync:
                 continue
