@@ -111,7 +111,7 @@ class ModelBuckets:
     def send_next(self, mean: MeanOverRanks) -> None:
         """Send the next bucket.
 
-        In backward it is complete; at the end of a pass, zeros stand for gradients that are missing.
+        In backward it is complete. At the end of a pass, zeros stand for missing gradients.
         """
         bucket = self.unsent.popleft()
         bucket.send(mean.start, self.reduction.dtype)
