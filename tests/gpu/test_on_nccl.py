@@ -333,3 +333,25 @@ def test_a_forward_on_another_stream() -> None:
 
     first, *_, last = train()
     assert last < first
+
+
+def test_work_on_the_stream_of_the_forward() -> None:
+    """It gets no memory that gradients were sent in while another stream copies their means."""
+
+    @distributed(gpus=2)
+    def train() -> float:
+        model, side = Deep(4), torch.cuda.Stream()
+        x = torch.ones(2, 512, device=device()) * (1 + rank())
+        with parallel_model(model, backend=DDPBackend(bucket_cap_mb=0.9)):
+            side.wait_stream(torch.cuda.current_stream())
+            for _ in range(4):
+                with torch.cuda.stream(side):
+                    loss = model(x).square().mean()
+                torch.cuda.current_stream().wait_stream(side)
+                loss.backward()
+                with torch.cuda.stream(side):
+                    noise = [torch.zeros(512 * 512 + 1, device=device()) for _ in range(8)]
+                del noise
+            return model.layers[0].weight.grad.norm().item()
+
+    assert train() > 0

@@ -269,10 +269,13 @@ void release(void* memory) {
   Lock lock(state_mutex());
   run_deferred_writes(memory);
   auto& block = state().blocks[memory];
-  // The allocator reuses the block only after the recorded streams have done their work.
+  // The allocator reuses the block only after the recorded streams have done their work, and what they wait for.
   for (auto stream : block.recorded) {
-    block.reads.erase(stream);
-    if (block.has_write && block.write.stream == stream) block.has_write = false;
+    auto& clock = state().streams[stream];
+    for (auto read = block.reads.begin(); read != block.reads.end();) {
+      read = has_finished(clock, read->second) ? block.reads.erase(read) : std::next(read);
+    }
+    if (block.has_write && has_finished(clock, block.write)) block.has_write = false;
   }
   block.recorded.clear();
   state().statistics[block.device].current -= block.bytes;
