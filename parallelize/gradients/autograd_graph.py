@@ -115,18 +115,19 @@ def nodes_behind(
     owner: object = None,
     is_end: Callable[[Any], bool] | None = None,
 ) -> Iterator[Any]:
-    """Yield the nodes that a backward pass from `nodes` reaches, with these, each once.
+    """Yield `nodes` and all nodes that a backward pass from them reaches, without repetition.
 
-    The order is fixed, so that all ranks find the same things in equal graphs.
+    The order depends only on the graph, so that ranks with equal graphs get equal sequences.
 
     Args:
-        nodes: nodes of the graph; None is ignored.
-        owner: whose models are skipped: of these, only the nodes of the outputs are yielded.
-            None: none is skipped.
-        is_end: returns whether the search ends at a node, which is yielded. None: only where the
-            graph ends.
+        nodes: the nodes at which the search starts; None among them is ignored.
+        owner: the search skips the models of this owner. It yields the nodes of a model's outputs,
+            no node inside of the model, and goes on at the inputs. None: the search skips no model.
+        is_end: returns whether the search goes no further than a node. The search yields this node,
+            too. None: the search ends only where the graph ends.
     """
     pending = list(nodes)
+    # None counts as visited: `nodes` and the sources of a node have None where no gradient flows.
     visited = {None}
     while pending:
         node = pending.pop()
@@ -178,13 +179,17 @@ def scaled_start(
 
 
 def _ones(root: Root) -> torch.Tensor | None:
-    """Return the gradient 1 from which torch starts by default; None where torch raises."""
+    """Return the gradient 1 from which a backward pass starts if the user passes none.
+
+    None: torch has no such default for the root, and raises an error itself.
+    """
     if isinstance(root, GradientEdge):
-        meta = root.node._input_metadata[root.output_nr]
-        size = torch.Size(meta.shape)
+        # An edge has no tensor. Its node knows the shape of the gradient that the pass puts in.
+        metadata = root.node._input_metadata[root.output_nr]
+        size = torch.Size(metadata.shape)
         if size.numel() != 1:
             return None
-        return torch.ones(size, dtype=meta.dtype, device=meta.device)
+        return torch.ones(size, dtype=metadata.dtype, device=metadata.device)
     if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():
         return None
     return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)

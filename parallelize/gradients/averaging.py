@@ -47,8 +47,9 @@ class Averaging:
         models: the models of the block.
 
     Attributes:
-        needs_marks: whether outputs of the block's models have to be marked with this object as an
-            owner, so that the losses computed from them are known.
+        needs_marks: whether this object still looks at losses. The outputs of the block's models
+            are then marked with this object as an owner, so that the graph of a loss shows whether
+            the loss is of the block. Under average="ranks", this is over after the first step.
     """
 
     def __init__(self, average: Average, *, run: Runtime, models: Sequence[nn.Module]) -> None:
@@ -63,7 +64,11 @@ class Averaging:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Weight backward passes in the context."""
+        """Look at the loss of each backward pass in the context, and weight it if necessary.
+
+        Where no loss needs a look, the passes run without this object.
+        """
+        # `end_first_step` may close the subscription before the context ends.
         with self._subscription:
             if self.needs_marks:
                 self._subscription.enter_context(subscribed(Order.WEIGH, self._weigh))
@@ -78,8 +83,8 @@ class Averaging:
     def end_first_step(self) -> list[float]:
         """Return the numbers of targets of the terms of the first step's latest loss.
 
-        It is empty if they are not known, or if losses do not weigh by rank. From now on, an
-        average by rank looks at no loss any more.
+        The list is empty if the numbers are not known, or if the average is not by rank. An average
+        by rank needs the numbers only for a warning, and looks at no later loss.
         """
         if self._average == "ranks":
             self.needs_marks = False
@@ -90,7 +95,12 @@ class Averaging:
         return self._run.loader_weights.weight_of_loss()
 
     def _weigh(self, backward_pass: Pass, run: Run) -> None:
-        """Run a pass from the weight of its loss, if it is of the block; a subscriber."""
+        """Run a pass, and let it start from the weight of its loss if the loss is of the block.
+
+        Under average="ranks", the pass runs as it is, and the numbers of its targets are noted:
+        only its batch has a weight then, which `batch_weights.weighing_loop` applies. A subscriber
+        of torch_patches.backward.
+        """
         self._weight_of_latest_loss = None
         if self._is_of_block(backward_pass.roots):
             if self._average == "ranks":
@@ -102,10 +112,11 @@ class Averaging:
         run(backward_pass)
 
     def _is_of_block(self, roots: Roots) -> bool:
-        """Whether a pass reaches a model of the block: by its outputs, or by a parameter alone.
+        """Whether a pass reaches a model of the block: through its outputs, or only a parameter.
 
-        It does by a parameter when a submodule is called, or for a penalty on weights. Parameters
-        are gathered for such losses only: with many modules, this takes longer than all else here.
+        A pass reaches only a parameter if the user has called a submodule, or if the loss is a
+        penalty on weights. The parameters are gathered for such losses only: with many modules,
+        that takes longer than all other steps here.
         """
         leaves = []
         for node in nodes_behind(map(node_of, roots), owner=self):
@@ -124,10 +135,12 @@ class Averaging:
     def _note_counts(self, roots: Roots) -> None:
         """Keep the numbers of targets of a loss, for the warning of the first step.
 
-        The weight of its batch makes up for a smaller number.
+        A short batch has fewer targets, and a lower weight. The numbers are divided by the weight,
+        so that the ranks are not warned of a difference that the weight makes up for.
         """
         self._counts_of_latest_loss = []
         weight = self._batch_weight()
+        # A weight of 0 is that of a repeated batch, which counts for nothing.
         if not weight:
             return
         for count in loss_counts(roots):

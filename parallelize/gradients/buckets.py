@@ -271,14 +271,23 @@ class Bucket:
         self.state = BucketState.RECEIVED
 
     def _set_gradients(self, is_used: Sequence[bool]) -> None:
-        """Set `.grad` of parameters that had a sparse gradient, or none while another rank has.
+        """Set `.grad` to the means where it is not the tensor into which they were copied.
 
-        A parameter that no rank has used keeps `grad=None`, as in one process: an optimizer would
-        decay its weight.
+            `.grad` of this rank   some rank has a gradient     no rank has a gradient
+            None                   the mean                     stays None
+            sparse                 the mean, as a sparse tensor
+            dense                  is the mean already
+
+        A parameter that no rank has used keeps `grad=None`, as in one process: with zeros, an
+        optimizer would decay its weight.
+
+        Args:
+            is_used: as for `receive`.
         """
         for slot, mean, is_needed in zip(self.trained, self._gradients, is_used, strict=True):
             parameter = slot.parameter
             is_missing = parameter.grad is None
+            # A rank without a gradient cannot see whether those of other ranks are sparse.
             is_sparse = slot.is_sparse if is_missing else parameter.grad.is_sparse
             if is_sparse and is_needed:
                 parameter.grad = mean.to_sparse(1)
@@ -366,12 +375,18 @@ def _dense(parameter: Any, gradient: Any) -> torch.Tensor:
 
 
 def _gathered(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a flat copy of tensors of one dtype, in another dtype if they are real.
+    """Return a flat copy of tensors, one after another.
 
-    On a GPU this is one kernel, with a dtype, too: a conversion of the flat copy would be another.
+    The copy and the conversion are one kernel on a GPU. To flatten first, and to convert the flat
+    copy then, would be two.
+
+    Args:
+        tensors: are of one dtype, on one device.
+        dtype: of the copy, if the tensors are real; complex ones keep their dtype. None: all do.
     """
-    own_dtype, device = tensors[0].dtype, tensors[0].device
-    if dtype is None or own_dtype.is_complex or dtype == own_dtype:
+    source_dtype, device = tensors[0].dtype, tensors[0].device
+    keeps_dtype = dtype is None or source_dtype.is_complex or dtype == source_dtype
+    if keeps_dtype:
         flat: torch.Tensor = _flatten(tensors)
         return flat
     size = sum([tensor.numel() for tensor in tensors])

@@ -100,7 +100,7 @@ def _extremum(x: Tensor, op: str) -> Tensor:
         return y
 
     def gradient_of_x(gradient: Tensor) -> Tensor:
-        # It flows to the process that has the extremum; in a tie it is split evenly.
+        # The gradient flows to the process that has the extremum. In a tie, it is split evenly.
         ties = all_reduce(is_extremum, "sum")
         return all_reduce(gradient, "sum") * is_extremum / ties
 
@@ -114,7 +114,9 @@ def all_gather(x: Tensor) -> Tensor:
         row = _sendable(values)
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
-        return torch.stack(rows).flatten().view(x.dtype).view(len(rows), *x.shape)
+        # The rows may have been sent as bytes, which become numbers of x's dtype again.
+        numbers = torch.stack(rows).flatten().view(x.dtype)
+        return numbers.view(len(rows), *x.shape)
 
     def gradient_of_x(gradient: Tensor) -> Tensor:
         return all_reduce(gradient, "sum")[dist.get_rank()]

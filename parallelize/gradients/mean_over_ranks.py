@@ -1,7 +1,9 @@
 """The mean of a tensor over the ranks, which is computed while backward goes on.
 
-collective            the sum, or the mean where the backend computes it
-two collectives       the mean, added by pairs of ranks: the same bits with any number of ranks
+A mean is computed in one of two ways:
+
+    a collective          the sum, or the mean where the backend computes it
+    two collectives       the mean, added by pairs of ranks: the same bits with any number of ranks
 """
 
 from __future__ import annotations
@@ -71,10 +73,12 @@ class MeanOverRanks:
 class OrderedMean:
     """A mean that is added by pairs of ranks: ((0 + 1) + (2 + 3)) + ...
 
-    flat, padded      [ piece of rank 0 | piece of rank 1 | ... ]
-    first collective  each rank gets its piece of all ranks' tensors
-    add               each rank adds these, by pairs, and divides by their number
-    second collective each rank gets the means of all pieces
+    Each rank computes the mean of one piece of the tensor:
+
+        flat, padded       [ piece of rank 0 | piece of rank 1 | ... ]
+        first collective   each rank gets its piece of all ranks' tensors
+        add                each rank adds these, by pairs, and divides by their number
+        second collective  each rank gets the means of all pieces
     """
 
     def __init__(self, flat: torch.Tensor, size: int, group: Any) -> None:

@@ -133,7 +133,12 @@ class ModelBuckets:
         All ranks must call this after the same pass, and have trained the same parameters in it.
         A parameter that was not trained keeps its place.
 
-            a row for each parameter     position on rank 0, ranks without, ranks where it repeats
+        The ranks sum up a table with a row for each parameter:
+
+            column                    value of a rank
+            position                  of the gradient among the arrivals on rank 0; 0 on others
+            ranks without             1 if the gradient has not arrived
+            ranks where it repeats    1 if the gradient has arrived twice in a pass
         """
         arrivals = Counter(self._arrived)
         positions = {slot: position for position, slot in enumerate(self._arrived)}
@@ -184,7 +189,11 @@ class ModelBuckets:
 
 
 def _place(row: Sequence[int]) -> Place:
-    """Return the place of a parameter by its row in the sum of the ranks' tables of `learn`."""
+    """Return the place of a parameter by its row in the table of `learn`, summed over the ranks.
+
+    The position is rank 0's, because the other ranks have added 0 to it. The numbers of ranks
+    decide the usage.
+    """
     position, ranks_without, ranks_where_repeated = row
     usage = Usage.EVERYWHERE
     if ranks_without == dist.get_world_size():

@@ -20,7 +20,8 @@ Glossary:
 
 What is averaged is `.grad` itself. The part from earlier passes is equal on all ranks and stays as
 it is: mean(old + new) = old + mean(new). What was accumulated under `no_sync` is averaged by the
-next pass outside of it.
+next pass outside of it. Under `logical=`, whose means are ordered, only the gradients of the pass
+are averaged: those of earlier passes are set aside, and added again at the end.
 
 A pass that reaches a model sends all of its buckets, in one order on all ranks, through a group of
 their own: a rank may send a bucket before a collective of the user's backward, and another rank
@@ -94,6 +95,7 @@ class Reducer:
     def __init__(self, models: Sequence[tuple[nn.Module, Reduction]]) -> None:
         self.slots: dict[int, Slot] = {}
         self.models: dict[int, ModelBuckets] = {}
+        # Whether means are added up in one order, for the same bits at any number of ranks.
         self._is_ordered = False
         self._mean_by_device_type: dict[str, MeanOverRanks] = {}
         # Parameters whose gradients have accumulated and are not noted in their buckets yet.
@@ -198,10 +200,11 @@ class Reducer:
                 _add_to(earlier)
 
     def _set_aside(self) -> list[tuple[Slot, torch.Tensor]]:
-        """Take the gradients of earlier passes away.
+        """Take the gradients of earlier passes from `.grad`, and return them, for `_add_to`.
 
-        Those of this pass are averaged alone, in one order: the sum with earlier ones would be
-        rounded before it is averaged.
+        An ordered mean has the same bits at any number of ranks. If the gradients of this pass were
+        added to earlier ones first, each rank would round its sum, and the mean of the sums would
+        depend on how the batch is divided.
         """
         earlier = []
         for slot in self.slots.values():
@@ -283,7 +286,12 @@ class Reducer:
             model.arrive(list(slots))
 
     def _finish(self, running: _RunningPass) -> None:
-        """Send the other buckets of the models that the pass has reached, and receive all."""
+        """Send the other buckets of the models that the pass has reached, and receive all.
+
+        All ranks send in one order. The model that was reached first may have sent buckets early,
+        and comes first. The others were reached in an order that may differ between the ranks, and
+        come in the order of the block.
+        """
         if self._arrived:
             self._note(running)
         reached = running.reached[:1]

@@ -320,7 +320,11 @@ def _count_of_part(loss: torch.Tensor, input_numbers: Sequence[Number]) -> LossC
 
 
 def _summands(value: _Value) -> list[_Value] | None:
-    """Return the values of which a value is a linear combination; None: a reduction, or unknown."""
+    """Return the scalars of which a value is a linear combination.
+
+    None: the search ends at the value, which is a term of the loss. It is a reduction of a tensor
+    that is no list of scalars, or the result of an operation that is not linear in one value.
+    """
     operation = value.operation
     if operation not in _FOLLOWED or value.elements != 1:
         return None
@@ -333,17 +337,22 @@ def _summands(value: _Value) -> list[_Value] | None:
         return sources
     is_product_of_two = operation == "Mul" and len(sources) > 1
     if is_product_of_two:
-        # One may be a learned weight of the loss, which does not depend on data.
+        # A factor that does not depend on data, such as a learned weight of the loss, has no
+        # targets. A product of two factors that depend on data is not linear.
         sources = [source for source in sources if source.is_from_data()]
     if len(sources) != 1 or sources[0].elements != 1:
         return None
+    # A factor or divisor without a gradient is a number that the node has saved.
     if operation in {"Mul", "Div"} and not is_product_of_two:
         return _scaled(value, sources[0])
     return sources
 
 
 def _scaled(value: _Value, source: _Value) -> list[_Value] | None:
-    """Return the source of a product or quotient with a number; None: a number over the source."""
+    """Return the source of a product or quotient with a number, and note the number in the source.
+
+    None: the value is a number divided by the source, which is not linear in the source.
+    """
     is_source_first = value.node.next_functions[0][0] is not None
     if value.operation == "Mul":
         saved = value.node._saved_other if is_source_first else value.node._saved_self
@@ -362,16 +371,22 @@ def _scaled(value: _Value, source: _Value) -> list[_Value] | None:
 
 
 def _summed_scalars(sources: list[_Value]) -> list[_Value] | None:
-    """Return the scalars that a mean or sum reduces; None: it reduces other tensors.
+    """Return the scalars that a mean or sum reduces, if they are losses.
 
-    They are those of torch.stack, or a scalar loss: another scalar is one target, as of a batch of
-    one.
+        torch.stack([x.mean(), y.mean()]).sum()   the scalars of the list
+        x.mean().sum()                            the scalar loss x.mean()
+        x[0, 0].exp().mean()                      None: the scalar is one target, of a batch of one
+        x.sum()                                   None: the elements of x are targets
+
+    Args:
+        sources: those of the mean or sum, which has one.
     """
     source = sources[0]
     shape = source.shape
     operation = source.operation
     if operation in _LISTS:
         scalars = source.sources()
+        # There are as many elements as tensors in the list, so that each tensor is a scalar.
         if math.prod(shape) == len(source.node.next_functions):
             return scalars
     if shape == ():

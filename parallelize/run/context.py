@@ -72,7 +72,11 @@ class Runtime:
 
     @contextlib.contextmanager
     def ending_blocks(self) -> Iterator[None]:
-        """End what is begun in the block of a decorated function; an outer function's goes on."""
+        """End the contexts in `at_end` that a decorated function has begun, when it returns.
+
+        A decorated function may call another one. When the inner one returns, the contexts of the
+        outer one stay open: they are taken out of `at_end` for the time of the call.
+        """
         outer = self.at_end.pop_all()
         try:
             with self.at_end:
@@ -130,10 +134,11 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
 def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
     """Under `logical=`, let cuBLAS use workspaces with which a product has the same bits each time.
 
-    torch and cuBLAS read them from a variable, when a process multiplies matrices on a GPU for the
-    first time. The user's value stays. If this is too late, because the process has multiplied
-    before, or if the user's value does not help, torch warns by the name of the variable in the
-    block (alertCuBLASConfigNotDeterministic, in Context.cpp).
+    torch and cuBLAS read the sizes of the workspaces from a variable, when a process multiplies
+    matrices on a GPU for the first time. If the user has set the variable, its value stays. The
+    value has no effect if the process has multiplied before. Then, and if the user's value does not
+    help, torch warns in the block, by the name of the variable (alertCuBLASConfigNotDeterministic,
+    in Context.cpp).
 
     Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     """

@@ -104,11 +104,11 @@ class RNGState:
             self._states.append((generator, generator.get()))
 
     def has_changed(self) -> bool:
-        """Return whether random numbers were drawn since then."""
+        """Return whether random numbers were drawn since the object was created."""
         return any(_was_drawn_from(generator, state) for generator, state in self._states)
 
     def restore(self) -> None:
-        """Restore the states."""
+        """Set the generators to the states that they had when the object was created."""
         for generator, state in self._states:
             generator.set(state)
 

@@ -118,9 +118,11 @@ def _group_of_run(
 
 
 def _key_at_start(world: World, *, is_connected_by_user: bool) -> bytes | None:
-    """Return the key of the ranks, for which they may have to meet.
+    """Return the key with which the ranks sign objects at the start of a run; None: no key.
 
-    Ranks that `init_connection` has connected do not meet: their group may be unable to send now.
+    The ranks may need a collective to agree on a key. Ranks that `init_connection` has connected
+    run no collective now, because their group may be unable to send: they have a key only if each
+    of them has it already, from a launcher or PARALLELIZE_KEY.
     """
     if is_connected_by_user or world.world_size == 1:
         return known_run_key()
@@ -155,23 +157,31 @@ def _initialize(world: World, layout: Layout, timeout: timedelta, path: Path | N
 
 
 def bound_device(world: World, layout: Layout) -> torch.device | None:
-    """Return the one device that this process drives, if not gloo carries its tensors; else None.
+    """Return the device to which the default group is bound; None: the group is bound to none.
 
-    NCCL then connects its ranks at once, not in the first collective, and new groups are split from
-    the default group. A process that is alone has nobody to connect to. NCCL's communicator, which
-    costs a second and memory of the device, is left to the first collective of a device's tensor,
-    which is the user's. `barrier()` of a group that is not bound uses the CPU's backend; without
-    one it would warn, so that a group without one is bound.
+    In a bound group, NCCL connects the ranks at once, not in the first collective, and new groups
+    are split from the default group. Not bound are the groups of
+
+        several devices of a process     torch binds a group to one device
+        tensors that gloo sends          gloo has nothing to connect on a device
+        a process that is alone          it has nobody to connect to, and NCCL's communicator costs
+                                         a second and memory of the device. The first collective of
+                                         the user's makes it, if there is one.
+
+    A process that is alone needs a backend of the CPU for this: `barrier()` of a group that is not
+    bound uses it, and would warn without it. If there is no such backend, the group is bound.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html, at init_process_group
     """
     devices = layout.devices[world.local_rank]
     device = devices[0]
+    # Such as "nccl", or "cpu:gloo,cuda:nccl" with a backend for each type of device.
     backend = layout.process_group_backend
     is_gloo = backend == "gloo" or f"{device.type}:gloo" in backend
     if len(devices) > 1 or device.type == "cpu" or is_gloo:
         return None
-    if world.world_size == 1 and "cpu:" in backend:
+    has_cpu_backend = "cpu:" in backend
+    if world.world_size == 1 and has_cpu_backend:
         return None
     return device
 

@@ -107,7 +107,10 @@ def wait_before_closing(store: dist.Store, world_size: int) -> None:
 
 
 def reachable(world: World) -> World:
-    """Return the world with an address of rank 0 that other nodes can connect to without DNS."""
+    """Return the world with an address of rank 0 that other nodes can connect to without DNS.
+
+    The world of one node stays as it is: no other node connects.
+    """
     if world.num_nodes == 1:
         return world
     return dataclasses.replace(world, master_addr=resolvable_address(world.master_addr))

@@ -1,9 +1,12 @@
 """The key of a run: a secret of its ranks, by which a message shows that another rank has sent it.
 
-a launcher of this library   gives a key, in a folder that only its user can access
-PARALLELIZE_KEY              is the users' own, the same on all nodes; it comes first
-torchrun, srun, mpirun       rank 0 writes a key to a folder of mode 0700; its host's ranks read it
-the same on several hosts    no key: the other hosts do not have the folder
+Where the ranks get the key depends on what has started them:
+
+    a launcher of this library   gives a key, in a folder that only its user can access
+    PARALLELIZE_KEY              is the users' own, the same on all nodes; it comes first
+    torchrun, srun, mpirun       rank 0 writes a key to a folder of mode 0700, and the ranks of its
+                                 host read it
+    the same on several hosts    no key: the other hosts do not have the folder
 """
 
 from __future__ import annotations

@@ -34,9 +34,11 @@ class ShardedTensors:
         self._added += 1
 
     def leave_sharded(self) -> None:
-        """Forget the tensors of a block that leaves them sharded.
+        """Forget the tensors, when a block under `restore=False` has ended.
 
-        While a block around it is open, they may be those of that one, and are kept.
+        They stay sharded: no later block makes plain tensors of them. While the block of another
+        engine is open, nothing is forgotten: some of the tensors may be of that block, which may
+        have to make them plain at its end.
         """
         if not self.open_engines:
             self._by_number.clear()

@@ -145,6 +145,7 @@ class _Count:
 def _count(engines: dict[nn.Module, Engine]) -> _Count:
     count = _Count()
     for model, engine in engines.items():
+        # None: gradients are sent in the dtype of their parameter.
         sent_dtype = None
         if engine.reduction is not None:
             sent_dtype = engine.reduction.dtype
