@@ -103,10 +103,10 @@ MAX_NESTING = 3
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
     "": 5_771,
-    "agreement": 13_833,
+    "agreement": 13_845,
     "backends": 19_558,
     "backends/balanced": 14_117,
-    "block": 5_280,
+    "block": 5_281,
     "call": 13_530,
     "checkpoint": 13_409,
     "cli": 4_552,

@@ -89,6 +89,13 @@ def _value_of(root: tuple[Any, int], values: dict[tuple[Any, int], Value]) -> Va
 
 
 def _computed(node: Any, output: int, values: dict[tuple[Any, int], Value]) -> Value:
+    """Return what is known of an output of an operation, from the values of its operands.
+
+    Args:
+        node: the node of the operation in the graph.
+        output: the number of the output.
+        values: has a value for each operand that a node has computed.
+    """
     operands = []
     for operand_node, operand_output in node.next_functions:
         if operand_node is None:
@@ -102,6 +109,7 @@ def _computed(node: Any, output: int, values: dict[tuple[Any, int], Value]) -> V
     rule = RULES.get(operation.name)
     if rule is None:
         return UNKNOWN
+    # A result of a coupled operand counts as coupled, even if another operand is UNKNOWN.
     for operand in operation.dependent:
         if operand.value.dependence is Dependence.COUPLED:
             return operand.value

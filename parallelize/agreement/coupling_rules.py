@@ -43,11 +43,15 @@ _Rule = Callable[[Operation], Value]
 
 
 def _aligned(operation: Operation) -> list[Value]:
-    """Return the operands that are no constants, with the dimensions of the result."""
+    """Return the values of the operands that are no constants, with batch dimensions of the result.
+
+    A result may have more dimensions than an operand. Broadcasting puts these in front, so that
+    every dimension of the operand has a higher number in the result.
+    """
     values = []
     for operand in operation.dependent:
-        shift = len(operation.shape) - len(operand.shape)
-        dims = tuple(dim + shift for dim in operand.value.batch_dims)
+        dims_in_front = len(operation.shape) - len(operand.shape)
+        dims = tuple(dim + dims_in_front for dim in operand.value.batch_dims)
         values.append(replace(operand.value, batch_dims=dims))
     return values
 
@@ -80,14 +84,22 @@ def _joined(values: Sequence[Value]) -> Value:
 
 
 def _joined_pairs(values: Sequence[Value]) -> Value:
-    """Return what is known of a function of pairs, and of values of one of their two samples."""
+    """Return what is known of a function of pairs and of a second value.
+
+    The second value has pairs, too, or depends on one of the two samples of each pair.
+
+    Args:
+        values: two, in any order, of which one or both are PAIRED. A concatenation may pass more:
+            it does not use the result.
+    """
     pairs = values[0]
     if pairs.dependence is not Dependence.PAIRED:
         pairs = values[1]
     is_masked = False
     for value in values:
         is_masked |= value.is_masked
-        if not value.batch_dims or not set(value.batch_dims) <= set(pairs.batch_dims):
+        is_of_third_sample = not set(value.batch_dims) <= set(pairs.batch_dims)
+        if not value.batch_dims or is_of_third_sample:
             return UNKNOWN
     return replace(pairs, is_masked=is_masked)
 
@@ -98,7 +110,11 @@ def _linear(operation: Operation) -> Value:
 
 
 def _masking(operation: Operation) -> Value:
-    """Return what is known of values of which a constant has replaced some."""
+    """Return what is known of values after a mask has replaced some of them.
+
+    The mask is noted for pairs alone: if all pairs of different samples have been replaced, a sum
+    of the rest couples nothing.
+    """
     value = _linear(operation)
     return replace(value, is_masked=value.dependence is Dependence.PAIRED)
 
@@ -120,14 +136,15 @@ def _piecewise_linear(operation: Operation) -> Value:
 
 
 def _multiplied(operation: Operation, values: Sequence[Value]) -> Value:
-    """Return what is known of a product of one or two values that are no constants."""
+    """Return what is known of a product, from its factors that are no constants: one or two."""
     if len(values) == 1:
         return values[0]
     if _has(values, Dependence.SUMMED):
         return operation.coupled()
     joined = _joined(values)
     if joined.dependence is Dependence.SUMMED:
-        # As x[:, None] * y[None]: each element is a product of two samples.
+        # The batch dimensions differ, as in x[:, None] * y[None]. Each element of a sum would be a
+        # sum over two samples. Each element of this product is of a pair of samples.
         first, second = values
         dims = (*first.batch_dims, *second.batch_dims)
         return Value(Dependence.PAIRED, dims, rows=first.rows)
@@ -184,7 +201,14 @@ def _dims_of(operation: Operation) -> set[int]:
 
 
 def _crosses(value: Value, dims: set[int], ndim: int) -> bool | None:
-    """Whether an operation along some dimensions joins rows; None: it cannot be told."""
+    """Whether an operation along `dims` joins rows; None: the batch dimension is not known.
+
+    Args:
+        value: the operand.
+        dims: the dimensions of the operand along which the operation goes.
+        ndim: the number of dimensions of the operand.
+    """
+    # The batch dimension is among all dimensions, even if nobody knows which of them that is.
     if len(dims) == ndim:
         return True
     if not value.batch_dims:
@@ -289,15 +313,16 @@ def _contraction(first_places: _Places, second_places: _Places) -> _Rule:
     """Return the rule of a product of two matrices, or of batches of them.
 
     Args:
-        first_places: the place of each dimension of the first factor.
-        second_places: those of the second factor.
+        first_places: for each dimension of the first factor, the dimension of the result that it
+            becomes; None: the product sums over it.
+        second_places: the same for the second factor.
     """
 
     def rule(operation: Operation) -> Value:
-        # Before the factors stands what addmm and baddbmm add, such as a bias.
-        *added, first, second = operation.operands
-        for operand in added:
-            if operand.value != CONSTANT:
+        # The operands of addmm and baddbmm begin with a summand, such as a bias.
+        *summands, first, second = operation.operands
+        for summand in summands:
+            if summand.value != CONSTANT:
                 return UNKNOWN
         return _contracted(operation, (first, first_places), (second, second_places))
 

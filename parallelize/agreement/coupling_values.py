@@ -1,9 +1,11 @@
 """What is known of a value in the graph of a loss: how its elements depend on samples.
 
-PER_SAMPLE      the rows of a batch           [f(a), f(b), f(c)]
-SUMMED          a mean, x.T @ y               f(a) + f(b) + f(c)
-PAIRED          x @ y.T                       [[f(a, a), f(a, b), ...], ...]
-COUPLED         an entropy over pairs         all else
+    PER_SAMPLE      the rows of a batch           [f(a), f(b), f(c)]
+    SUMMED          a mean, x.T @ y               f(a) + f(b) + f(c)
+    PAIRED          x @ y.T                       [[f(a, a), f(a, b), ...], ...]
+    COUPLED         an entropy over pairs         all else
+
+Here a, b and c are samples of a batch, and f is any function of one or two of them.
 """
 
 from __future__ import annotations

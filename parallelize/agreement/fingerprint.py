@@ -126,7 +126,11 @@ def differences(tensors: Sequence[torch.Tensor]) -> list[Difference]:
 def _fingerprints_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the fingerprint of each tensor, of shape (tensors,), on the CPU.
 
-    They are stacked before they are copied: every copy from a device waits for it.
+    The fingerprints are stacked, so that one copy brings all of them to the CPU: the CPU waits for
+    the device at every copy.
+
+    Args:
+        tensors: one or more.
     """
     fingerprints = [fingerprint([tensor]) for tensor in tensors]
     device = fingerprints[-1].device

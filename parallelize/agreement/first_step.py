@@ -98,17 +98,21 @@ def _warn_of_equal_inputs(models: Sequence[nn.Module], ranks: int) -> None:
 def _warn_of_unequal_counts(counts_of_ranks: Sequence[tuple[float, ...]]) -> None:
     """Warn if a term of the loss averages over different numbers of targets on the ranks.
 
+    The warning is of the first such term.
+
     Args:
-        counts_of_ranks: for each rank, the numbers of targets of its loss's terms; empty: not
-            known.
+        counts_of_ranks: for each rank, the number of targets of each term of its loss. An empty
+            tuple: the rank does not know these numbers, and is not compared.
     """
-    known = [counts for counts in counts_of_ranks if counts]
+    known_counts = [counts for counts in counts_of_ranks if counts]
     # Ranks whose losses have different terms are compared in the terms that all of them have.
-    for counts_of_term in zip(*known, strict=False):
+    for counts_of_term in zip(*known_counts, strict=False):
         least, most = min(counts_of_term), max(counts_of_term)
         if most > least * (1 + _ROUNDING):
+            # average='tokens' has one weight for the whole loss of a rank. The weight is right for
+            # all terms only if these average over equal numbers of targets.
             advice = _FOR_ONE_COUNT
-            if not all(map(are_equal, known)):
+            if not all(map(are_equal, known_counts)):
                 advice = _FOR_SEVERAL_COUNTS
             warnings.warn(
                 f"losses average over different numbers of targets: {least:g} to {most:g} on "

@@ -1,8 +1,10 @@
 """Do the ranks hold the same parameters and buffers? Each sends 8 bytes for all of them.
 
-1   one fingerprint of all tensors, on every rank             equal: that was all
-2   one fingerprint for each tensor, to find those that differ
-3   the largest difference of each of the first three, for the message
+    1   one fingerprint of all tensors, on every rank             equal: that was all
+    2   one fingerprint for each tensor, to find those that differ
+    3   the largest difference of each of the first three, for the message
+
+Each line takes collectives of its own, which all ranks make together.
 """
 
 from __future__ import annotations

@@ -88,9 +88,13 @@ class _Stepped:
     changes: deque[_Change] = field(default_factory=lambda: deque(maxlen=_MOST_CHANGES))
 
     def note_step(self, groups: list[dict[str, Any]]) -> None:
-        """Note a step, with its scheduled settings if they have changed.
+        """Note a step, and the scheduled settings if they have changed since the step before.
 
-        Most steps end with the objects: the same ones have the same numbers, except for tensors.
+        In most steps the settings are the same objects as before, and no number is read: only a
+        tensor may have another number and be the same object.
+
+        Args:
+            groups: the param groups of the optimizer.
         """
         # Loading a state gives an optimizer another list of groups.
         self.groups = groups
@@ -98,8 +102,8 @@ class _Stepped:
         settings: list[Any] = []
         for group in groups:
             settings += map(group.get, _SCHEDULED)
-        are_same_objects = all(map(operator.is_, settings, self.settings))
-        if len(settings) != len(self.settings) or not are_same_objects:
+        are_equally_many = len(settings) == len(self.settings)
+        if not are_equally_many or not all(map(operator.is_, settings, self.settings)):
             self.settings = settings
             self.has_tensors = any(map(torch.is_tensor, settings))
         elif not self.has_tensors:

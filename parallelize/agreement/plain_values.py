@@ -225,17 +225,24 @@ def _written(value: Any) -> tuple[_Record, bytes]:
 
 
 def _written_array(type_name: str, value: Any) -> tuple[_Record, bytes]:
-    """Return those of an array of NumPy; one of objects would be a pickle."""
+    """Return the record and the bytes of an array or scalar of NumPy.
+
+    Only numbers and booleans are plain: an array of objects could only be sent as a pickle.
+    """
     if not _NUMERIC_ARRAY.fullmatch(value.dtype.str):
         raise NotPlain(f"an array of {value.dtype}")
     return _Record(type_name, value.dtype.str, value.shape, is_on_cpu=True), value.tobytes()
 
 
 def _written_tensor(value: torch.Tensor) -> tuple[_Record, bytes]:
-    """Return those of a tensor, from whichever device it is on."""
-    has_parts = value.is_quantized or value.is_nested or value.is_meta
+    """Return the record and the bytes of a tensor, which may be on any device.
+
+    A record has no field for the scale of a quantized tensor, for the sizes of a nested one, or for
+    `requires_grad`. A meta tensor has no bytes.
+    """
+    is_beyond_record = value.is_quantized or value.is_nested or value.is_meta
     dtype = str(value.dtype).removeprefix("torch.")
-    if value.layout is not torch.strided or has_parts or value.requires_grad:
+    if value.layout is not torch.strided or is_beyond_record or value.requires_grad:
         raise NotPlain(f"a tensor of {dtype}, {value.layout}, requires_grad={value.requires_grad}")
     values = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = values.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,8 +1,10 @@
 """Random numbers of the ranks in a block: they differ, for dropout masks and augmentation.
 
-before the block      equal on the ranks, as a seed has left them
-in the block          rank 0 goes on, and the other ranks get seeds of their own
-after the block       all ranks go on with rank 0's
+    before the block      equal on the ranks, as a seed has left them
+    in the block          rank 0 goes on, and the other ranks get seeds of their own
+    after the block       all ranks go on with rank 0's
+
+Generators that differ between the ranks before the block stay as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """A warning about training apart: optimizer steps outside of parallel_model, and no collectives.
 
-first step of an optimizer        next step of the same one
-──────────┬───────────────────────────────┬──────────────────
-          number of collectives   ==      number of collectives     a warning, once in a run
+    first step of an optimizer        next step of the same one
+    ──────────┬───────────────────────────────┬──────────────────
+              number of collectives   ==      number of collectives     a warning, once in a run
+
+Ranks that make no collective between two steps have not averaged their gradients.
 """
 
 from __future__ import annotations

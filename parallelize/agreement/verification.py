@@ -146,10 +146,11 @@ class Verification:
         parameters = parameters_of_models(self._block.replicas())
         compared = [fingerprint_of(parameters), self._settings.digest()]
         differing = [difference.index for difference in differences(compared)]
-        # Settings first: those that differ are why parameters do.
-        if 1 in differing:
+        are_parameters_different, are_settings_different = 0 in differing, 1 in differing
+        # The error is about settings if both differ: parameters differ because settings do.
+        if are_settings_different:
             self._settings.require_equal(when)
-        if 0 in differing:
+        if are_parameters_different:
             raise differing_parameters_error(when, parameters)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -268,10 +269,16 @@ class Verification:
         if not suspects or is_capturing():
             return
         with waiting_for(f"the comparison of gradients in {type(optimizer).__name__}.step()"):
-            self._require_equal(suspects, held)
+            self._require_equal_gradients(suspects, held)
 
-    def _require_equal(self, suspects: list[NamedTensor], held: _Held) -> None:
-        """Compare the names of gradients across the ranks, and then the gradients."""
+    def _require_equal_gradients(self, suspects: list[NamedTensor], held: _Held) -> None:
+        """Compare the names of gradients across the ranks, and then the gradients.
+
+        The names come first, because ranks can only compare equally many gradients.
+
+        Raises:
+            SyncError: the names differ, or a gradient does; the error is of the first one.
+        """
         names = ", ".join(name for name, _tensor in suspects)
         if differences([digest(names)]):
             name = listed_names(suspects, 1)

@@ -156,7 +156,11 @@ class Block:
         return self.averaging.loss_weight()
 
     def before_first_step(self) -> None:
-        """Compare the inputs of the ranks, and what their losses average over."""
+        """Do the checks that end with the first optimizer step; a collective.
+
+        The check of losses that compare samples ends, unless the step has a closure. The ranks
+        compare the inputs of their forwards, and how many targets their losses average over.
+        """
         self.batch_losses.before_first_step()
         self.first_step.compare(self.averaging.end_first_step())
 

@@ -101,8 +101,10 @@ class _WrapEngine(LocalEngine):
     def close(self, *, failed: bool) -> None:
         if not isinstance(self.module, DistributedDataParallel):
             return
-        # The reducer's hooks on the AccumulateGrad nodes would stay until it is freed
-        # (torch/csrc/distributed/c10d/reducer.cpp), and average a model that is in no block.
+        # This reducer is torch's own. Its hooks on the AccumulateGrad nodes stay until the reducer
+        # is freed (torch/csrc/distributed/c10d/reducer.cpp). Until then they would average the
+        # gradients of a model that is in no block.
         self.module.reducer._remove_autograd_hooks()
+        # After an exception there is no collective, because other ranks may not come to it.
         if not failed and self.module.broadcast_buffers:
             broadcast_from_rank_0(list(all_buffers(self.local)))

@@ -159,7 +159,11 @@ class ModelInBlock:
         self._block.refresh()
 
     def _after_forward(self, output: Any, inputs: Any) -> None:
-        """Mark the outputs, once for all that search graphs, and watch what begins at them."""
+        """Mark the outputs in the graph, and watch the backward passes that go through them.
+
+        The averaging and the session search graphs for these marks. The outputs are marked once,
+        for whichever of the two needs it.
+        """
         averaging, batch_losses = self._block.averaging, self._block.batch_losses
         owner_of_session = self.session.mark_owner
         owners: list[object] = []
@@ -167,6 +171,7 @@ class ModelInBlock:
             owners.append(averaging)
         if owner_of_session is not None:
             owners.append(owner_of_session)
+        # On one rank, nothing but marks needs the nodes of the outputs.
         if not owners and self._block.run.world.world_size == 1:
             return
         # Function modes, such as the user's or amp's, have nothing to do with these tensors.

@@ -154,13 +154,20 @@ def _check_not_inside(model: nn.Module, models: Sequence[nn.Module]) -> None:
     for outer in models:
         for name, part in outer.named_modules():
             if part is model and name:
-                _refuse_inside(model, models, f"{name} of {type(outer).__name__}")
+                _refuse_overlap(model, models, f"{name} of {type(outer).__name__}")
     if models.count(model) > 1:
-        _refuse_inside(model, models, f"also another argument of {type(model).__name__}")
+        _refuse_overlap(model, models, f"also another argument of {type(model).__name__}")
 
 
-def _refuse_inside(model: nn.Module, models: Sequence[nn.Module], place: str) -> NoReturn:
-    names = ", ".join(type(each).__name__ for each in models)
+def _refuse_overlap(model: nn.Module, models: Sequence[nn.Module], place: str) -> NoReturn:
+    """Refuse a model that the block would have twice.
+
+    Args:
+        model: the model.
+        models: all models of the block.
+        place: where else the model is, to stand after "is", such as "encoder of Autoencoder".
+    """
+    names = ", ".join(type(argument).__name__ for argument in models)
     raise ConfigError(
         f"parallel_model({names})",
         why=f"the {type(model).__name__} is {place}",
