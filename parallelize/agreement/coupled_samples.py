@@ -7,7 +7,8 @@
 
 The search starts at the marked outputs of models, whose rows are the samples of a batch, and
 follows each value up to the loss. A value behind an operation without a rule is UNKNOWN, and
-nothing is said of it: a loss that is called coupled is coupled, and one that is not may be.
+nothing is said of it. A loss that is called coupled has a term that is, unless it multiplies the
+term by zero or selects another one. A loss that is not called so may be coupled.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ def decoded(content: bytes, *, device: torch.device) -> Any:
         IndexError,
         RecursionError,
         RuntimeError,
+        OverflowError,
     ) as exc:
         raise NotPlain(f"{type(exc).__name__}: {exc}") from None
 

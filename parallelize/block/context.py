@@ -41,7 +41,7 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
 
     def __init__(self, begin: Callable[[], contextlib.AbstractContextManager[M]]) -> None:
         self._begin = begin
-        # Those that go on: the same object may be entered again in its own block.
+        # Those that go on. The same object may be entered again after its block.
         self._blocks: list[contextlib.AbstractContextManager[M]] = []
 
     def __enter__(self) -> M:
@@ -83,7 +83,7 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         if run is None:
             atexit.register(self._end_at_exit)
         else:
-            run.at_end.push(self._end)
+            run.at_end_of_call(self._end)
         return models
 
     def stop(self) -> None:

@@ -187,7 +187,7 @@ def _ones(root: Root) -> torch.Tensor | None:
         # An edge has no tensor. Its node knows the shape of the gradient that the pass puts in.
         metadata = root.node._input_metadata[root.output_nr]
         size = torch.Size(metadata.shape)
-        if size.numel() != 1:
+        if size.numel() != 1 or not metadata.dtype.is_floating_point:
             return None
         return torch.ones(size, dtype=metadata.dtype, device=metadata.device)
     if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():

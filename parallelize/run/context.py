@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -24,6 +25,10 @@ from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.run.state import RunState
 from parallelize.run.surroundings import running, surroundings
 
+_Exit = Callable[
+    [type[BaseException] | None, BaseException | None, types.TracebackType | None], bool | None
+]
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Runtime:
@@ -40,7 +45,8 @@ class Runtime:
         watchdog: detects hangs if the run has several processes.
         background_saves: the latest save of a checkpoint by a thread, which the next one waits for.
         sharded_tensors: those that fsdp makes in the run.
-        at_end: contexts that end when the decorated function has returned.
+        ends_of_calls: what ends when a decorated function returns, for each that runs, outer ones
+            first.
     """
 
     world: World
@@ -53,7 +59,7 @@ class Runtime:
     watchdog: Watchdog = field(default_factory=Watchdog)
     background_saves: list[Future[None]] = field(default_factory=list)
     sharded_tensors: ShardedTensors = field(default_factory=ShardedTensors)
-    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    ends_of_calls: list[contextlib.ExitStack] = field(default_factory=list)
 
     @property
     def config(self) -> Config:
@@ -72,17 +78,25 @@ class Runtime:
 
     @contextlib.contextmanager
     def ending_blocks(self) -> Iterator[None]:
-        """End the contexts in `at_end` that a decorated function has begun, when it returns.
+        """End what a decorated function has begun and left open when it returns.
 
-        A decorated function may call another one. When the inner one returns, the contexts of the
-        outer one stay open: they are taken out of `at_end` for the time of the call.
+        A decorated function may call another one. When the inner one returns, what the outer one
+        has begun goes on.
         """
-        outer = self.at_end.pop_all()
-        try:
-            with self.at_end:
+        with contextlib.ExitStack() as end_of_call:
+            self.ends_of_calls.append(end_of_call)
+            try:
                 yield
-        finally:
-            self.at_end.push(outer)
+            finally:
+                self.ends_of_calls.remove(end_of_call)
+
+    def at_end_of_call(self, end: _Exit) -> None:
+        """Call `end` as a context's `__exit__` when the innermost decorated function returns.
+
+        In a run of a block of a plain script there is none, and it is not called.
+        """
+        if self.ends_of_calls:
+            self.ends_of_calls[-1].push(end)
 
 
 _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"

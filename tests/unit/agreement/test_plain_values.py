@@ -126,6 +126,7 @@ def content_of(value: Any, *records: Any, rest: bytes = b"") -> bytes:
         pickle.dumps([1]),
         content_of({"a": 1}),
         content_of(["unknown"]),
+        content_of(["complex", 10**400, 0]),
         content_of([[]]),
         content_of(["buffer", 0]),
         content_of(["set", ["list"]]),
