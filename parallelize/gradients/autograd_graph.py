@@ -3,9 +3,10 @@
     node      an operation of the graph, as `tensor.grad_fn` is; AccumulateGrad for a leaf
     root      a tensor from which a backward pass starts, such as the loss
     leaf      a tensor without inputs that gets a gradient, such as a parameter
-    mark      what the node of a model's output knows of the forward that has computed it:
-              owner -> nodes of the forward's inputs
-    owner     what searches for its own marks: the average of a block, the loss scaling of fp16
+    mark      an entry in the metadata of the node of a model's output, for the forward that has
+              computed the output: owner -> nodes of the forward's inputs
+    owner     an object that searches graphs for the marks of its models: the `Averaging` of a
+              block, the loss scaling of fp16
 
 A search that skips the models of an owner goes on at the inputs of their forwards:
 
@@ -32,12 +33,15 @@ _NO_MARKS: Mapping[object, Any] = {}
 
 
 def has_sparse_gradient(module: nn.Module) -> bool:
-    """Whether the gradient of the module's weight is sparse."""
+    """Whether the gradient of the module's weight is sparse, as of an embedding."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
 def node_of(root: Root) -> Any:
-    """Return the node at which a backward pass from `root` starts; None: there is none."""
+    """Return the node at which a backward pass from `root` starts.
+
+    The node of a leaf is its AccumulateGrad. None: the root has no gradient.
+    """
     if isinstance(root, GradientEdge):
         return root.node
     node = root.grad_fn
@@ -47,18 +51,19 @@ def node_of(root: Root) -> Any:
 
 
 def mark_outputs(outputs: Any, *, inputs: Any, owners: Sequence[object]) -> list[Any]:
-    """Mark the nodes of a forward's outputs, once for all owners that search for it.
+    """Mark the nodes of a forward's outputs, for all owners that will search for the forward.
 
     A mark lives in the metadata of its node, as long as the graph, and references only nodes of the
     graph: it keeps no tensor alive.
 
     Args:
         outputs: the value that the forward returned.
-        inputs: the values that it received.
-        owners: those for which the forward is one of their models.
+        inputs: the values that the forward received.
+        owners: the owners whose models include the model of the forward.
 
     Returns:
-        The nodes of the outputs. One that is also the node of an input has no mark of this forward.
+        The nodes of the outputs. The node of an input that the forward returned unchanged is among
+        them, and gets no mark: the model has not computed its value.
     """
     nodes = _nodes_of_outputs(outputs)
     if not owners:
@@ -76,18 +81,19 @@ def mark_outputs(outputs: Any, *, inputs: Any, owners: Sequence[object]) -> list
 
 
 def marks_of(node: Any) -> Mapping[object, Any]:
-    """Return the mark of a node, owner -> nodes of the inputs; empty: it is no model's output."""
+    """Return the mark of a node: owner -> nodes of the inputs; empty for all other nodes."""
     marks: Mapping[object, Any] = node.metadata.get(_MARK, _NO_MARKS)
     return marks
 
 
 def is_output(node: Any) -> bool:
-    """Whether a model, of any owner, has returned the value of a node."""
+    """Whether the node has a mark, of any owner: a model has returned its value."""
     return _MARK in node.metadata
 
 
 def _nodes_of_outputs(outputs: Any) -> list[Any]:
-    """Return the distinct nodes of a model's outputs, in a fixed order."""
+    """Return the distinct nodes of a model's outputs, in an order that is equal on all ranks."""
+    # Most models return one tensor, and this runs in every forward: no walk through containers.
     if type(outputs) is torch.Tensor:
         return [] if outputs.grad_fn is None else [outputs.grad_fn]
     nodes: dict[Any, None] = {}
@@ -99,7 +105,11 @@ def _nodes_of_outputs(outputs: Any) -> list[Any]:
 
 
 def _values_in(leaf: Any) -> list[Any]:
-    """Return the values in what is no container of ours: torch's pytrees, and plain objects."""
+    """Return the values in an object that `leaves` does not open.
+
+    These are the pytrees of torch and the attributes of plain objects, such as an output class of
+    the user's. Any other object is its own value.
+    """
     if isinstance(leaf, torch.Tensor):
         return [leaf]
     values: list[Any] = tree_leaves(leaf)
@@ -123,11 +133,12 @@ def nodes_behind(
         nodes: the nodes at which the search starts; None among them is ignored.
         owner: the search skips the models of this owner. It yields the nodes of a model's outputs,
             no node inside of the model, and goes on at the inputs. None: the search skips no model.
-        is_end: returns whether the search goes no further than a node. The search yields this node,
-            too. None: the search ends only where the graph ends.
+        is_end: returns whether the search does not go on behind a node. The search yields this
+            node, too. None: the search ends only where the graph ends.
     """
     pending = list(nodes)
-    # None counts as visited: `nodes` and the sources of a node have None where no gradient flows.
+    # `nodes` and the sources of a node contain None where no gradient flows. None counts as
+    # visited, so that the search skips it.
     visited = {None}
     while pending:
         node = pending.pop()
@@ -150,16 +161,18 @@ def scaled_start(
     gradients: Any,
     factor: Callable[[torch.Tensor], Any],
 ) -> list[torch.Tensor | None]:
-    """Return the gradients from which a backward pass starts, times a factor.
+    """Return the gradients from which a backward pass starts, multiplied by a factor.
+
+    The user may pass a gradient for each root, one tensor for a single root, or none.
 
     Args:
-        roots: where it starts.
-        gradients: the gradients there that the user has passed; None: 1.
-        factor: returns the factor for a gradient, on its device.
+        roots: the roots of the pass.
+        gradients: the user's argument of backward. None, for all roots or one: the gradient is 1.
+        factor: returns the factor for a gradient, on the device of the gradient.
 
     Returns:
-        One gradient per root; None for a root for which torch raises an error, as it does if the
-        numbers of roots and gradients differ.
+        One gradient per root. Invalid arguments stay invalid, so that torch raises its own error:
+        None for a root that has no default gradient, a list of another length than `roots`.
     """
     if gradients is None or isinstance(gradients, torch.Tensor):
         gradients = [gradients]
@@ -179,12 +192,13 @@ def scaled_start(
 
 
 def _ones(root: Root) -> torch.Tensor | None:
-    """Return the gradient 1 from which a backward pass starts if the user passes none.
+    """Return the gradient 1, from which a pass starts at a root if the user passes no gradient.
 
-    None: torch has no such default for the root, and raises an error itself.
+    None: the root is no real scalar with a gradient, and torch refuses to start there without a
+    gradient of the user's.
     """
     if isinstance(root, GradientEdge):
-        # An edge has no tensor. Its node knows the shape of the gradient that the pass puts in.
+        # An edge has no tensor. Its node knows the shape and dtype of the gradient that it takes.
         metadata = root.node._input_metadata[root.output_nr]
         size = torch.Size(metadata.shape)
         if size.numel() != 1 or not metadata.dtype.is_floating_point:

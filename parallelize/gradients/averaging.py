@@ -1,21 +1,25 @@
-"""How losses weigh: by rank, as a sum, or by the number of targets that each averages over.
+"""How losses weigh: by rank, as a sum, or by the number of targets that a loss averages over.
 
-A backward pass has, on rank r of W, a loss that is a mean over c[r] targets, with gradient g[r]:
+The loss of a backward pass on rank r of W is a mean over c[r] targets, and g[r] is its gradient.
+The gradient that parameters get is:
 
     average="ranks"     1/W sum_r  g[r]                       as DistributedDataParallel averages
     average="sum"           sum_r  g[r]
     average="tokens"        sum_r  g[r] c[r] / sum_r c[r]     the mean over the targets of all ranks
 
-Each pass is weighted alone, at its start, so that accumulated passes add up as in one process.
+Gradients are averaged over the ranks in all three cases. "sum" and "tokens" let a pass start from a
+weight, W or W c[r] / sum_r c[r]. Each pass has its own weight, so that accumulated passes add up as
+in one process.
 
-A loss of several terms that average over different numbers of targets, such as the classes of
-anchors and the positions of boxes, needs a weight for each term, and a pass has one. Its terms are
-divided by numbers that are equal on all ranks: with the sum s[r] of a term, and its c[r] targets,
+The terms of a loss may average over different numbers of targets, such as the classes of anchors
+and the positions of boxes. Each term would need a weight, and a pass has only one. The user then
+divides the sum s[r] of a term with c[r] targets by a number that is equal on all ranks, the mean of
+the c[r], which is all_reduce(c, "mean"):
 
     average="ranks"     1/W sum_r  s[r] / (sum_q c[q] / W)  =  sum_r s[r] / sum_q c[q]
 
-is the gradient of one process for each of them. `sum_q c[q] / W` is all_reduce(c, "mean"). Under
-tail="weighted" it is not, where batches have unequal numbers of samples: their weights come on top.
+This is the term of one process. It is not where batches of tail="weighted" have unequal numbers of
+samples: the weights of the batches come on top.
 """
 
 from __future__ import annotations
@@ -48,8 +52,9 @@ class Averaging:
 
     Attributes:
         needs_marks: whether this object still looks at losses. The outputs of the block's models
-            are then marked with this object as an owner, so that the graph of a loss shows whether
-            the loss is of the block. Under average="ranks", this is over after the first step.
+            are then marked with this object as an owner (see `autograd_graph`), so that the graph
+            of a loss shows whether the loss is of the block. Under average="ranks", False after the
+            first step.
     """
 
     def __init__(self, average: Average, *, run: Runtime, models: Sequence[nn.Module]) -> None:
@@ -64,9 +69,9 @@ class Averaging:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Look at the loss of each backward pass in the context, and weight it if necessary.
+        """Weight the backward passes in the context; under average="ranks", look at their losses.
 
-        Where no loss needs a look, the passes run without this object.
+        On one rank, only average="tokens" looks at losses.
         """
         # `end_first_step` may close the subscription before the context ends.
         with self._subscription:
@@ -75,16 +80,19 @@ class Averaging:
             yield
 
     def loss_weight(self) -> Weight:
-        """Return the weight of this rank's latest loss in the mean over the ranks."""
+        """Return the weight of this rank's latest loss in the mean over the ranks.
+
+        If the loss has no weight of this object, the weight is that of its batch.
+        """
         if self._weight_of_latest_loss is not None:
             return self._weight_of_latest_loss
         return self._batch_weight()
 
     def end_first_step(self) -> list[float]:
-        """Return the numbers of targets of the terms of the first step's latest loss.
+        """Return the number of targets of each term of the latest loss, for a warning.
 
-        The list is empty if the numbers are not known, or if the average is not by rank. An average
-        by rank needs the numbers only for a warning, and looks at no later loss.
+        The list is empty if no number is known, or if the average is not by rank. An average by
+        rank needs the numbers for this warning only, so this object looks at no later loss.
         """
         if self._average == "ranks":
             self.needs_marks = False
@@ -92,14 +100,18 @@ class Averaging:
         return list(map(float, self._counts_of_latest_loss))
 
     def _batch_weight(self) -> float:
+        """Return the weight of the loss's batch by its samples; 0 for a repeated batch.
+
+        A process that has run out of batches repeats one, so that all make equally many steps.
+        """
         return self._run.loader_weights.weight_of_loss()
 
     def _weigh(self, backward_pass: Pass, run: Run) -> None:
-        """Run a pass, and let it start from the weight of its loss if the loss is of the block.
+        """Run a backward pass, weighted if its loss is of the block.
 
-        Under average="ranks", the pass runs as it is, and the numbers of its targets are noted:
-        only its batch has a weight then, which `batch_weights.weighing_loop` applies. A subscriber
-        of torch_patches.backward.
+        Under average="ranks", note the number of targets, and leave the pass as it is: only its
+        batch has a weight, which `batch_weights.weighing_loop` applies. A subscriber of
+        torch_patches.backward.
         """
         self._weight_of_latest_loss = None
         if self._is_of_block(backward_pass.roots):
@@ -112,16 +124,17 @@ class Averaging:
         run(backward_pass)
 
     def _is_of_block(self, roots: Roots) -> bool:
-        """Whether a pass reaches a model of the block: through its outputs, or only a parameter.
+        """Whether a pass reaches an output or a parameter of a model of the block.
 
-        A pass reaches only a parameter if the user has called a submodule, or if the loss is a
-        penalty on weights. The parameters are gathered for such losses only: with many modules,
-        that takes longer than all other steps here.
+        A pass reaches a parameter and no output if the user has called a submodule, or if the loss
+        is a penalty on weights. Only for such losses, the parameters of the models are gathered:
+        with many modules, this takes longer than all other steps here.
         """
         leaves = []
         for node in nodes_behind(map(node_of, roots), owner=self):
             if self in marks_of(node):
                 return True
+            # Only an AccumulateGrad has a variable: the leaf whose gradient it accumulates.
             leaf = getattr(node, "variable", None)
             if leaf is not None:
                 leaves.append(leaf)
@@ -136,11 +149,11 @@ class Averaging:
         """Keep the numbers of targets of a loss, for the warning of the first step.
 
         A short batch has fewer targets, and a lower weight. The numbers are divided by the weight,
-        so that the ranks are not warned of a difference that the weight makes up for.
+        so that there is no warning of a difference that the weight makes up for.
         """
         self._counts_of_latest_loss = []
         weight = self._batch_weight()
-        # A weight of 0 is that of a repeated batch, which counts for nothing.
+        # A repeated batch has the weight 0. Its targets count for nothing.
         if not weight:
             return
         for count in loss_counts(roots):
@@ -148,11 +161,20 @@ class Averaging:
                 self._counts_of_latest_loss.append(count.count / weight)
 
     def _weight_of(self, roots: Roots) -> Weight:
+        """Return the weight from which a pass starts; under average="tokens", a collective.
+
+        The formulas are at the top of the file. A rank with a repeated batch joins the collective,
+        too, with 0 targets: otherwise the other ranks would wait for it.
+
+        Raises:
+            ConfigError: the number of targets is not known, or terms of the loss have several.
+        """
         is_repeated_batch = self._batch_weight() == 0.0
         if self._average == "sum":
             return 0.0 if is_repeated_batch else float(self._size)
         count: Any = 0.0
         if not is_repeated_batch:
+            # On one rank, this only refuses a loss that several ranks could not average.
             count = required_count(roots).count
         if self._size == 1:
             return 1.0

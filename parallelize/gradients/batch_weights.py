@@ -1,16 +1,16 @@
 """Weights of batches: a backward pass starts from the weight of its batch instead of 1.
 
-Process `r` of `W` has `c_r` samples, and the gradient `g_r` of their mean loss. Gradients are
-averaged over processes, so the weights `w_r` are:
+The batch of process `r` of `W` has `c_r` samples, and `g_r` is the gradient of their mean loss.
+Gradients are averaged over the processes, so the weight `w_r` of a batch is:
 
     mean over all samples  =  sum_r c_r g_r / sum_r c_r  =  1/W sum_r w_r g_r
                                                             with  w_r = W c_r / sum_r c_r
 
 Nothing else changes: gradient accumulation, all engines and all optimizers work as before. The mean
-of the `w_r` is 1, so that regularization of parameters stays correct. All processes make the same
-steps with the same gradients, so they cannot diverge, as they can under torch's `Join`.
+of the `w_r` is 1, so that a penalty on weights in the loss counts as in one process. All processes
+make the same steps with the same gradients. They cannot diverge, as they can under torch's `Join`.
 
-Which batch a pass belongs to is the state of the run, in `run/loader_weights.py`.
+`run/loader_weights.py` knows which batch a pass belongs to.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ Weight = float | torch.Tensor
 
 
 def with_weight(backward_pass: Pass, weight: Weight) -> Pass:
-    """Return a backward pass with its loss multiplied by a weight.
+    """Return a pass that starts from a weight, as if the loss were multiplied by the weight.
+
+    A pass of weight 1 counts as weighted, too: `weighing_loop` must not weight it by its samples
+    after a block has weighted it by its targets.
 
     Raises:
-        ConfigError: the loss has a weight already.
+        ConfigError: the pass is weighted already.
     """
     if backward_pass.is_weighted:
         raise ConfigError(
@@ -48,7 +51,7 @@ def with_weight(backward_pass: Pass, weight: Weight) -> Pass:
 
     def factor(gradient: torch.Tensor) -> Weight:
         # A kernel takes a number as an argument. A tensor made of the number would be copied to the
-        # device, and the host would wait for all that the device has to do before.
+        # device, and the host would wait until the device has done all its earlier work.
         if not isinstance(weight, torch.Tensor):
             return weight
         return weight.to(gradient.device, gradient.dtype)
@@ -61,8 +64,9 @@ def with_weight(backward_pass: Pass, weight: Weight) -> Pass:
 def weighing_loop(weights: LoaderWeights, loop: LoaderLoop) -> Iterator[None]:
     """Start the backward passes in the context from the weight of a loop's latest batch.
 
-    With several loops, each pass comes here once for each of them. That changes nothing: the loops
-    of a loss are found once, and a weighted pass is not weighted again.
+    Where loops are nested or zipped, a pass runs through the subscribers of every loop. This
+    changes nothing: the first `begin` finds all loops of the loss, and `weigh` leaves a weighted
+    pass as it is.
     """
 
     def begin(backward_pass: Pass, run: Run) -> None:
@@ -85,7 +89,10 @@ def weighing_loop(weights: LoaderWeights, loop: LoaderLoop) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_lost_weights(weights: LoaderWeights) -> Iterator[None]:
-    """Refuse passes, in the context, of batches whose loop has ended with weights other than 1."""
+    """Refuse a pass in the context if its batch may be of a loop that has ended.
+
+    The weight of the batch has ended with the loop. Without this, the pass would have the weight 1.
+    """
 
     def refuse(backward_pass: Pass, run: Run) -> None:
         weights.refuse_lost_weight()

@@ -1,4 +1,7 @@
-"""Slots and buckets: a parameter with its gradient, and gradients that are sent together."""
+"""Slots and buckets: a parameter with its gradient, and gradients that are sent together.
+
+The terms and the protocol of a pass are at the top of `reducer.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ if TYPE_CHECKING:
 
 
 _FIRST_BYTES = 2**20
-"""Size of the first bucket, which is sent early for being small, as DistributedDataParallel's."""
+"""Size at which the first bucket is full, as in DistributedDataParallel.
+
+It is small, so that sending begins early in backward.
+"""
 
 _grad = attrgetter("grad")
 _is_sparse = attrgetter("is_sparse")
@@ -31,24 +37,25 @@ _unflatten: Any = torch_utils._unflatten_dense_tensors
 
 
 class Usage(enum.IntEnum):
-    """Which ranks have had a gradient of a parameter, in the pass from which a model has learned.
+    """Which ranks have had a gradient of a parameter in the pass from which a model has learned.
 
-    Parameters of different usage are in different buckets, in this order: one without a gradient
-    holds back only the buckets after its own.
+    Parameters of different usage are in different buckets, which are sent in the order below. A
+    parameter without a gradient holds back its bucket and all later ones. So the parameters that
+    always have gradients are in the first buckets.
     """
 
     EVERYWHERE = 0
-    """All ranks, once in the pass."""
+    """All ranks, and the gradient has accumulated once in the pass."""
 
     SOMEWHERE = 1
-    """Some ranks, or twice in the pass."""
+    """Some ranks, or the gradient has accumulated twice in the pass on some rank."""
 
     NOWHERE = 2
     """No rank."""
 
 
 class Place(NamedTuple):
-    """Where a gradient is sent among those of its model; lower ones are sent earlier."""
+    """The place of a parameter among the parameters of its model; lower places are sent first."""
 
     usage: Usage
     position: int
@@ -58,16 +65,18 @@ class Slot:
     """A parameter of a model, and what is known of its gradient.
 
     Args:
-        name: of the parameter, for errors.
+        name: name of the parameter and its model, for errors.
         parameter: the parameter.
-        is_sparse: whether the gradient is sparse, on a rank that has none of its own.
+        is_sparse: whether its module makes sparse gradients. A rank without a gradient needs this
+            to make `.grad` as sparse as on the other ranks.
         place: its place in the order of the model.
 
     Attributes:
-        averaged: the gradient that the ranks have averaged; None: what `.grad` has is of this rank.
-        repeats: whether the gradient accumulates twice in a pass on this rank.
-        model: the buckets of the model that has the parameter; None: the block has ended, or the
-            slots are made anew.
+        averaged: weak reference to the tensor that the ranks have averaged. `.grad` is averaged as
+            long as it is this tensor. None: `.grad` is the gradient of this rank.
+        repeats: whether the gradient has accumulated twice in a pass on this rank.
+        model: the buckets of the model that has the parameter; None: the reducer is closed, or has
+            made new slots.
         bucket: the bucket that sends the gradient; None: the parameter was never trained.
     """
 
@@ -85,7 +94,8 @@ class Slot:
 class BucketState(enum.Enum):
     """What a bucket does in a pass.
 
-    Each arrow is a method of `Bucket`:
+    Each arrow is a method of `Bucket`. `begin` leaves a bucket EMPTY if none of its parameters is
+    trained:
 
     EMPTY ── begin ──> FILLING ── arrive: the last ──> COMPLETE ── send ──> SENT
       ^                 ^   │  ^                         │                   ^ │
@@ -100,33 +110,35 @@ class BucketState(enum.Enum):
     """No gradient is expected: no parameter is trained, or there was no pass."""
 
     FILLING = enum.auto()
-    """Gradients are missing, or may accumulate again."""
+    """Gradients are missing, or may accumulate again (`Bucket.repeats`)."""
 
     COMPLETE = enum.auto()
-    """All gradients have accumulated, and are sent when it is the bucket's turn."""
+    """All gradients have accumulated. The bucket is sent when all earlier ones have been."""
 
     SENT = enum.auto()
-    """A copy of the gradients is averaged over the ranks."""
+    """A copy of the gradients is being averaged over the ranks."""
 
     RECEIVED = enum.auto()
-    """`.grad` of the parameters are the means, and the copy is dropped."""
+    """`.grad` of the parameters have the means, and the copy is dropped."""
 
 
 class Bucket:
     """Parameters whose gradients are sent together.
 
-    Args:
-        slots: those of the parameters, in the order in which their gradients are expected.
+    The reducer calls the methods under no_grad. Otherwise, autograd would record their copies in
+    the graph of a pass with create_graph=True.
 
-    Its methods run without autograd: under create_graph=True it would record what they do.
+    Args:
+        slots: the slots of the parameters, in the order in which gradients are expected.
 
     Attributes:
         device_type: the type of the device that all parameters are on.
         state: what the bucket does in the running pass.
         trained: the slots of the parameters that are trained in the running pass.
-        missing: the slots of those whose gradient has not accumulated yet.
-        repeats: whether a gradient accumulates twice in a pass, as under a reentrant checkpoint:
-            that all have accumulated is known at the end of the pass only.
+        missing: the slots in `trained` whose gradients have not accumulated yet in the pass.
+        repeats: whether a gradient accumulates twice in a pass, as under a reentrant checkpoint.
+            The bucket is then never COMPLETE: that no more accumulates is known only at the end of
+            the pass.
         lacks_gradients: whether this rank has sent zeros for a parameter without a gradient.
     """
 
@@ -138,6 +150,8 @@ class Bucket:
         self.missing: set[Slot] = set()
         self.repeats = any(slot.repeats for slot in slots)
         self.lacks_gradients = False
+        # Whether `_gradients` are the tensors of `.grad`, so that copying the means into them is
+        # enough. They are not where a gradient is sparse or missing.
         self._is_dense = True
         self._gradients: list[Any] = []
         self._flat: torch.Tensor | None = None
@@ -148,7 +162,7 @@ class Bucket:
             slot.bucket = self
 
     def add_hook(self, on_last: Callable[[Any], None]) -> None:
-        """Call a function when the gradient that is expected last has accumulated."""
+        """Call `on_last` whenever the gradient that is expected last has accumulated."""
         self._on_last = on_last
         self._handle = add_hook(self.slots[-1].parameter, on_last)
 
@@ -158,12 +172,15 @@ class Bucket:
             self._handle.remove()
 
     def has_later_hook(self) -> bool:
-        """Whether a hook of the user's may change the last gradient after the bucket's hook."""
+        """Whether a hook of the user's runs after the bucket's hook, on the same parameter.
+
+        The user's hook may change the gradient. Hooks run in the order in which they were added.
+        """
         hooks = self.slots[-1].parameter._post_accumulate_grad_hooks
         return next(reversed(hooks.values())) is not self._on_last
 
     def begin(self) -> None:
-        """Expect the gradients of the parameters that are trained now."""
+        """Begin a pass: expect the gradients of the parameters that are trained now."""
         self.trained = [slot for slot in self.slots if slot.parameter.requires_grad]
         self.missing = set(self.trained)
         self.state = BucketState.EMPTY
@@ -171,26 +188,30 @@ class Bucket:
             self.state = BucketState.FILLING
 
     def arrive(self, slots: list[Slot]) -> None:
-        """Note that the gradients of some of the parameters have accumulated.
+        """Note that the gradients of these slots of the bucket have accumulated.
 
         Raises:
-            SyncError: one of them has been sent.
+            SyncError: a gradient accumulated after it was sent.
         """
-        expected = len(self.missing) - len(slots)
+        missing_if_all_are_new = len(self.missing) - len(slots)
         self.missing.difference_update(slots)
-        if len(self.missing) > expected:
-            self._arrive_again(slots, len(self.missing) - expected)
+        if len(self.missing) > missing_if_all_are_new:
+            self._arrive_again(slots, len(self.missing) - missing_if_all_are_new)
         if self.state is BucketState.FILLING and not self.missing and not self.repeats:
             self.state = BucketState.COMPLETE
 
     def _arrive_again(self, slots: list[Slot], surplus: int) -> None:
-        """Note that more gradients have arrived than were missing.
+        """Note that gradients have arrived that were not missing: they accumulate repeatedly.
 
         Args:
-            slots: the slots of all that have arrived.
-            surplus: the number of those that were not missing.
+            slots: the slots that have arrived.
+            surplus: how many of these slots were not missing, or are in the list twice.
+
+        Raises:
+            SyncError: the bucket has been sent.
         """
-        # The hook of a parameter that was frozen after the forward runs, and nothing accumulates.
+        # If the user freezes a parameter after the forward, its hook still runs in backward, but no
+        # gradient accumulates.
         accumulated = [slot for slot in slots if slot.parameter.requires_grad]
         if len(slots) - len(accumulated) >= surplus:
             return
@@ -210,12 +231,13 @@ class Bucket:
 
             flat     [ gradient | gradient | ... | flag | flag | ... ]
 
-        A flag for each parameter is 1 if this rank has a gradient; if not, zeros are sent. Sparse
-        gradients are sent as dense ones, which every process group can average.
+        Each parameter in `trained` has a gradient and a flag. The flag is 1 if this rank has a
+        gradient, else 0, and zeros stand for the gradient. Sparse gradients are sent as dense ones,
+        which every process group can average.
 
         Args:
             start: begins to replace the values of a tensor by their means over the ranks.
-            dtype: in which real numbers are sent; None: in their own.
+            dtype: dtype in which real gradients are sent; None: their own.
         """
         parameters = [slot.parameter for slot in self.trained]
         gradients = list(map(_grad, parameters))
@@ -231,17 +253,20 @@ class Bucket:
         self.state = BucketState.SENT
 
     def add_pieces(self) -> None:
-        """Go on with a mean of two collectives; all ranks must call this in one order."""
+        """Begin the second collective of an `OrderedMean`; do nothing for an all_reduce.
+
+        All ranks must call this for their buckets in the same order.
+        """
         if isinstance(self._mean, OrderedMean):
             self._mean.add()
 
     def can_be_received(self) -> bool:
-        """Whether `receive` would neither wait nor need flags of other ranks; does not wait."""
+        """Whether `receive` would neither wait nor need its argument. This call does not wait."""
         assert self._mean is not None
         return not self.lacks_gradients and self._mean.is_completed()
 
     def flags(self) -> torch.Tensor:
-        """Wait for the means, and return those of the flags: 0 where no rank has a gradient."""
+        """Wait for the means, and return the means of the flags: 0 where no rank has a gradient."""
         assert self._mean is not None
         assert self._flat is not None
         self._mean.wait()
@@ -251,15 +276,16 @@ class Bucket:
         """Wait for the means, copy them to `.grad`, and drop the flat tensor.
 
         Args:
-            is_used: whether any rank has a gradient of a parameter, for all that are trained. Only
-                a rank that lacks gradients needs it.
+            is_used: for each parameter in `trained`, whether any rank has a gradient. Only a rank
+                that lacks gradients needs this: on other ranks, the answer is yes.
         """
         assert self._mean is not None
         assert self._flat is not None
         self._mean.wait()
         if self._flat.device.type != "cpu":
-            # The allocator would give its memory to the next work of the stream on which it was
-            # allocated, that of the last gradient, while the current stream still reads it.
+            # The flat tensor was allocated on the stream of its last gradient. Without this call,
+            # the allocator could reuse its memory for later work of that stream, while the current
+            # stream still reads the means.
             self._flat.record_stream(torch.accelerator.current_stream(self._flat.device))
         torch._foreach_copy_(self._gradients, _unflatten(self._flat, self._gradients))
         if self._is_dense:
@@ -271,14 +297,14 @@ class Bucket:
         self.state = BucketState.RECEIVED
 
     def _set_gradients(self, is_used: Sequence[bool]) -> None:
-        """Set `.grad` to the means where it is not the tensor into which they were copied.
+        """Set `.grad` to the means where the means were copied to another tensor than `.grad`.
 
-            `.grad` of this rank   some rank has a gradient     no rank has a gradient
-            None                   the mean                     stays None
-            sparse                 the mean, as a sparse tensor
-            dense                  is the mean already
+            `.grad` of this rank   if some rank has a gradient            if no rank has one
+            None                   the mean, sparse if `slot.is_sparse`   stays None
+            sparse                 the mean, as a sparse tensor           does not occur
+            dense                  is the mean already                    does not occur
 
-        A parameter that no rank has used keeps `grad=None`, as in one process: with zeros, an
+        If no rank has used a parameter, `.grad` stays None, as in one process. With zeros, an
         optimizer would decay its weight.
 
         Args:
@@ -287,7 +313,7 @@ class Bucket:
         for slot, mean, is_needed in zip(self.trained, self._gradients, is_used, strict=True):
             parameter = slot.parameter
             is_missing = parameter.grad is None
-            # A rank without a gradient cannot see whether those of other ranks are sparse.
+            # A rank without a gradient cannot see whether the gradients of other ranks are sparse.
             is_sparse = slot.is_sparse if is_missing else parameter.grad.is_sparse
             if is_sparse and is_needed:
                 parameter.grad = mean.to_sparse(1)
@@ -297,7 +323,7 @@ class Bucket:
                 slot.averaged = ref(parameter.grad)
 
     def empty(self) -> None:
-        """Drop the flat tensor, and expect no gradient."""
+        """Drop the flat tensor and its mean, and expect no gradient until `begin`."""
         self._gradients = []
         self._flat = None
         self._mean = None
@@ -307,7 +333,8 @@ class Bucket:
 def add_hook(parameter: Any, hook: Callable[[Any], Any]) -> Any:
     """Add a hook that runs when the gradient of a parameter has accumulated; return its handle."""
     is_trained = parameter.requires_grad
-    parameter.requires_grad = True  # torch refuses a hook on a frozen parameter
+    # Torch refuses a hook on a frozen parameter, and the user may unfreeze the parameter later.
+    parameter.requires_grad = True
     handle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad = is_trained
     return handle
@@ -316,12 +343,17 @@ def add_hook(parameter: Any, hook: Callable[[Any], Any]) -> Any:
 def divide(slots: Iterable[Slot], bucket_bytes: float) -> list[Bucket]:
     """Divide the slots of a model into buckets, by their places.
 
-    The parameters of a bucket have one dtype and device, and have been used by the same ranks. The
-    bucket whose last gradient is expected first comes first.
+    The parameters of a bucket have one dtype, device and usage. The buckets are in the order in
+    which the last gradients of the buckets are expected.
+
+    Args:
+        slots: the slots; they must have the same places on all ranks.
+        bucket_bytes: size at which a bucket is full.
     """
     filling: dict[Any, list[Slot]] = {}
     bytes_of_filling: dict[Any, int] = {}
     full: list[list[Slot]] = []
+    # This limit is for the first full bucket only.
     limit = min(_FIRST_BYTES, bucket_bytes)
     for slot in sorted(slots, key=_place):
         parameter = slot.parameter
@@ -337,13 +369,15 @@ def divide(slots: Iterable[Slot], bucket_bytes: float) -> list[Bucket]:
 
 
 def read_flags(buckets: Sequence[Bucket]) -> list[list[bool]]:
-    """Return for each bucket whether any rank has used each of its trained parameters.
+    """Return a list per bucket: for each trained parameter, whether any rank has a gradient.
 
-    The flags of all buckets are copied to the host together, so that it waits for a device once.
+    The flags of all buckets on a device are copied to the host together, so that the host waits for
+    the device once.
     """
     flags_by_device: dict[torch.device, list[torch.Tensor]] = {}
     for bucket in buckets:
         flags = bucket.flags()
+        # Flags have the dtype of their gradients, which may be complex. `cat` needs one dtype.
         flags_by_device.setdefault(flags.device, []).append(flags.abs().float())
     copies = {}
     for device, flags_of_device in flags_by_device.items():
@@ -367,7 +401,7 @@ def _last_place(slots: list[Slot]) -> Place:
 
 
 def _dense(parameter: Any, gradient: Any) -> torch.Tensor:
-    """Return a gradient as a dense tensor; zeros if there is none."""
+    """Return the gradient of a parameter as a dense tensor; zeros if the gradient is None."""
     if gradient is None:
         return torch.zeros_like(parameter)
     dense: torch.Tensor = gradient.to_dense()
@@ -377,12 +411,12 @@ def _dense(parameter: Any, gradient: Any) -> torch.Tensor:
 def _gathered(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
     """Return a flat copy of tensors, one after another.
 
-    The copy and the conversion are one kernel on a GPU. To flatten first, and to convert the flat
-    copy then, would be two.
+    On a GPU, one kernel copies and converts. To flatten, and to convert the flat copy, would be two
+    kernels.
 
     Args:
-        tensors: are of one dtype, on one device.
-        dtype: of the copy, if the tensors are real; complex ones keep their dtype. None: all do.
+        tensors: tensors of one dtype, on one device.
+        dtype: dtype of the copy. None, or complex tensors: the copy has the dtype of the tensors.
     """
     source_dtype, device = tensors[0].dtype, tensors[0].device
     keeps_dtype = dtype is None or source_dtype.is_complex or dtype == source_dtype
@@ -399,5 +433,8 @@ def _gathered(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> torch.T
 def _flags(
     has_gradient: tuple[bool, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return the flags of a bucket on its device. They are kept: a copy to a GPU waits for it."""
+    """Return the flags that a bucket sends.
+
+    They are cached: to make a tensor of values of the host, the host would wait for a GPU.
+    """
     return torch.tensor(has_gradient, dtype=dtype, device=device)

@@ -1,17 +1,18 @@
 """Differentiable collectives over the default process group, for tensors of any dtype.
 
 Notation: x and y are this process's input and output, L is the sum of the losses of all processes,
-W is the world size and S a shape. The gradient of L by x comes from all processes, because x is in
-the y of each of them:
+W is the world size and S a shape. x has an influence on the y of every process. So the gradient of
+L by x is computed from the gradients g of L by y of all processes, with sum = all_reduce(g, "sum"):
 
-    collective                      gradient of L by x, from the gradient of L by y
-    all_reduce(x, "sum")            all_reduce(gradient, "sum")
-    all_reduce(x, "mean")           all_reduce(gradient, "mean")
-    all_reduce(x, "max" or "min")   the sum where x is the extremum, divided by the number of ties
-    all_gather(x)                   the sum, of this process's row
-    broadcast(x, src)               the sum on rank src, 0 on others
+    collective                      gradient of L by x
+    all_reduce(x, "sum")            sum
+    all_reduce(x, "mean")           sum / W
+    all_reduce(x, "max" or "min")   sum / number of ties where x is the extremum, 0 elsewhere
+    all_gather(x)                   the row of this process in sum
+    broadcast(x, src)               sum on rank src, 0 on other ranks
 
-So backward is a collective, too: every process has to run it, in one order.
+So backward is a collective, too: every process has to run it, in one order. A process that does not
+run it leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ REDUCE_DTYPES = {
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
-"""dtype -> dtype of the reduction.
+"""dtype of a tensor -> dtype in which it is reduced.
 
-They differ if process groups do not support the dtype, or if partial sums could overflow although
-the mean fits. Integer sums are cast back to the dtype and wrap around as in torch.
+The two differ if process groups do not support the first one, or if partial sums could overflow in
+it although the mean fits. Sums of integers are cast back, and wrap around as in torch.
 """
 
 _SENT_AS_THEY_ARE = {torch.bool, torch.float16, torch.bfloat16, torch.complex32}
@@ -61,10 +62,12 @@ NATIVE_DTYPES = frozenset(REDUCE_DTYPES.values()) | _SENT_AS_THEY_ARE
 
 
 def all_reduce(x: Tensor, op: str) -> Tensor:
-    """Reduce a tensor element-wise; an element is NaN if it is NaN on any process.
+    """Reduce a tensor element-wise over all processes, which must all call this.
+
+    An element is NaN if it is NaN on any process.
 
     Args:
-        x: tensor of shape S, of a dtype in `REDUCE_DTYPES`.
+        x: tensor of shape S, of a dtype in `REDUCE_DTYPES`. S is the same on all processes.
         op: a key of `REDUCE_OPS`.
     """
     if op in ("max", "min"):
@@ -79,12 +82,14 @@ def all_reduce(x: Tensor, op: str) -> Tensor:
     def gradient_of_x(gradient: Tensor) -> Tensor:
         return all_reduce(gradient, op)
 
-    # Gradients of gathered and broadcast tensors may have dtypes that are not in REDUCE_DTYPES.
+    # The gradient of a gathered or broadcast tensor may have a dtype that is not in REDUCE_DTYPES.
     wide = x.to(REDUCE_DTYPES.get(x.dtype, torch.float32))
     return _collective(wide, reduced, gradient_of_x).to(x.dtype)
 
 
 def _extremum(x: Tensor, op: str) -> Tensor:
+    """Return the maximum or minimum over the processes; the arguments are those of `all_reduce`."""
+    # `reduced` sets this mask of x, and `gradient_of_x` reads it in backward.
     is_extremum = torch.empty(0)
 
     def reduced(values: Tensor) -> Tensor:
@@ -92,7 +97,8 @@ def _extremum(x: Tensor, op: str) -> Tensor:
         y = values.clone()
         dist.all_reduce(y, REDUCE_OPS[op])
         if x.is_floating_point():
-            # The maximum of NaN and a number depends on the process group and the order of ranks.
+            # A process group may return NaN or the number as the maximum of the two, by the order
+            # of the ranks.
             has_nan = values.isnan().to(torch.uint8)
             dist.all_reduce(has_nan, dist.ReduceOp.MAX)
             y.masked_fill_(has_nan.bool(), torch.nan)
@@ -108,13 +114,13 @@ def _extremum(x: Tensor, op: str) -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """Stack the tensors of all processes in rank order: S -> (W, *S)."""
+    """Stack the tensors of all processes, of one shape, in rank order: S -> (W, *S)."""
 
     def gathered(values: Tensor) -> Tensor:
         row = _sendable(values)
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
-        # The rows may have been sent as bytes, which become numbers of x's dtype again.
+        # `_sendable` may have made bytes of the numbers. They become numbers of x's dtype again.
         numbers = torch.stack(rows).flatten().view(x.dtype)
         return numbers.view(len(rows), *x.shape)
 
@@ -125,9 +131,10 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def broadcast(x: Tensor, src: int) -> Tensor:
-    """Return the tensor of rank `src` on every process."""
+    """Return the tensor of rank `src` on every process; all have one shape and dtype."""
 
     def received(values: Tensor) -> Tensor:
+        # `_sendable` returns a view, so that the collective overwrites the values themselves.
         dist.broadcast(_sendable(values), src)
         return values
 
@@ -154,8 +161,8 @@ def _collective(
 
     Args:
         x: the tensor.
-        compute: the collective; it may overwrite the values that it gets.
-        differentiate: returns the gradient of L by x from that by the result.
+        compute: runs the collective on a copy of the values, which it may overwrite.
+        differentiate: returns the gradient of L by x for the gradient of L by the result.
     """
     sent = x
     if not _is_device_of_group(x.device):
@@ -165,18 +172,20 @@ def _collective(
 
 
 def _is_device_of_group(device: torch.device) -> bool:
-    """Whether the process group sends tensors of a device, such as "cpu:gloo,cuda:nccl" of both."""
+    """Whether the process group sends tensors of a device; "cpu:gloo,cuda:nccl" sends of both."""
     backends = dist.get_backend_config().split(",")
     return device.type in [backend.partition(":")[0] for backend in backends]
 
 
 class _Collective(torch.autograd.Function):
+    """The operation that `_collective` puts into the graph; its arguments are described there."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any
     ) -> Tensor:
         ctx.differentiate = differentiate
-        # Collectives read memory as it lies: lazy conjugation and negation are resolved.
+        # Collectives read memory as it lies, so lazy conjugation and negation are resolved first.
         values = x.detach().resolve_conj().resolve_neg()
         return compute(values.clone(memory_format=torch.contiguous_format))
 

@@ -1,4 +1,4 @@
-"""Values of a device that the host reads later, when they are there."""
+"""A tensor of a device that the host reads later, so that it need not wait for the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 class HostCopy:
     """A copy of a tensor on the host.
 
-    Making it does not wait for the device. Only reading it does, for what the device had to do
-    until the copy; a step later this is done, and nothing is waited for.
+    Making the copy does not wait for the device. `read` waits until the device has copied the
+    values. A caller that reads them a step later, as the loss scaling does, hardly ever waits.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -23,7 +23,7 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> torch.Tensor:
-        """Return the copy."""
+        """Return the copy, and wait for it if the device has not made it yet."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._copy

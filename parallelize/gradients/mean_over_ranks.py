@@ -2,8 +2,9 @@
 
 A mean is computed in one of two ways:
 
-    a collective          the sum, or the mean where the backend computes it
-    two collectives       the mean, added by pairs of ranks: the same bits with any number of ranks
+    an all_reduce    NCCL computes the mean. Other backends add values that are divided first.
+    `OrderedMean`    Two collectives, for `logical=`. The mean is added by pairs of ranks, so that
+                     its bits do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import nn
 
 
 class PendingMean(Protocol):
-    """A mean that is under way: torch's Work, or an `OrderedMean`."""
+    """A mean that is being computed: the Work of an all_reduce, or an `OrderedMean`."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not wait; asks without waiting."""
+        """Whether `wait` would return at once. This call does not wait."""
         ...
 
     def wait(self) -> Any:
-        """Let what comes after this call find the mean in the tensor.
+        """Make sure that operations after this call read the mean from the tensor.
 
         On a GPU, the current stream waits, and the host does not.
         """
@@ -35,24 +36,25 @@ class MeanOverRanks:
 
     Args:
         group: a process group of all ranks.
-        is_ordered: whether numbers are added by pairs of ranks, in one order for any number of
-            ranks.
+        is_ordered: whether means are added by pairs of ranks, as `OrderedMean` does.
     """
 
     def __init__(self, group: Any, *, is_ordered: bool) -> None:
         self._group = group
         self._size = dist.get_world_size(group)
-        # Two numbers have the same sum in each order.
+        # An all_reduce of two ranks has the same bits: a + b is b + a.
         self._adds_by_pairs = is_ordered and self._size > 2
-        # NCCL multiplies while it sends. gloo's AVG divides after the sum, which may overflow in
-        # fp16.
+        # NCCL multiplies while it sends. gloo's AVG divides after it has added, and the sum may
+        # overflow in fp16.
         self._has_mean = dist.get_backend(group) == "nccl"
 
     def start(self, flat: torch.Tensor) -> PendingMean:
-        """Replace the values of a tensor by their means; all ranks must call this in one order.
+        """Begin to replace the values of a tensor by their means over the ranks.
+
+        All ranks must call this for their tensors in the same order.
 
         Returns:
-            what is under way: the tensor may be read after its `wait`.
+            The mean that is being computed. The tensor may be read after its `wait`.
         """
         if self._adds_by_pairs:
             return OrderedMean(flat, self._size, self._group)
@@ -64,7 +66,7 @@ class MeanOverRanks:
         return work
 
     def sum_of_integers(self, table: torch.Tensor) -> list[list[int]]:
-        """Return the sum of the ranks' tables of integers; waits for all ranks."""
+        """Return the element-wise sum of the ranks' tables; waits for all ranks."""
         dist.all_reduce(table, group=self._group)
         rows: list[list[int]] = table.tolist()
         return rows
@@ -73,12 +75,17 @@ class MeanOverRanks:
 class OrderedMean:
     """A mean that is added by pairs of ranks: ((0 + 1) + (2 + 3)) + ...
 
-    Each rank computes the mean of one piece of the tensor:
+    Rank r computes the mean of piece r of the tensor:
 
-        flat, padded       [ piece of rank 0 | piece of rank 1 | ... ]
-        first collective   each rank gets its piece of all ranks' tensors
-        add                each rank adds these, by pairs, and divides by their number
-        second collective  each rank gets the means of all pieces
+        flat, padded       [ piece 0 | piece 1 | ... ], of equal lengths
+        all_to_all         rank r receives piece r of the tensor of every rank, as rows
+        add                rank r adds the rows by pairs, and divides by the number of ranks
+        all_gather         every rank receives the means of all pieces
+
+    Args:
+        flat: the tensor, of one dimension. Its values become the means in `wait`.
+        size: number of ranks.
+        group: a process group of all ranks.
     """
 
     def __init__(self, flat: torch.Tensor, size: int, group: Any) -> None:
@@ -92,31 +99,36 @@ class OrderedMean:
         )
 
     def is_completed(self) -> bool:
-        """Return False: the second collective begins at the end of backward.
+        """Return False, so that nobody asks for the mean before the end of backward.
 
-        It may begin nowhere else: all ranks begin their collectives in one order, and the first
-        one does not end at the same time on all of them.
+        The all_gather begins at the end of backward, in `add`. All ranks must begin their
+        collectives in one order. If the all_gather began as soon as the all_to_all has ended, ranks
+        could begin it before or after the all_to_all of the next bucket.
         """
         return False
 
     def add(self) -> None:
-        """Add the pieces, and send the means; all ranks must call this in one order."""
+        """Compute the mean of this rank's piece, and begin the all_gather.
+
+        All ranks must call this for their means in the same order.
+        """
         self._work.wait()
         rows = list(self._pieces.view(self._size, -1))
         while len(rows) > 1:
             rows = _sums_of_pairs(rows)
         mean = rows[0] / self._size
+        # The chunks are views: the means of all pieces overwrite the padded tensor.
         parts = list(self._padded.chunk(self._size))
         self._work = dist.all_gather(parts, mean, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the means, and copy them to the tensor."""
+        """Wait for the means, and copy them to the tensor; call this after `add` only."""
         self._work.wait()
         self._flat.copy_(self._padded[: len(self._flat)])
 
 
 def _sums_of_pairs(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sum of rows 0 and 1, of rows 2 and 3, ...; a last row without a partner stays."""
+    """Return the sums of rows 0 and 1, of rows 2 and 3, ...; an odd last row is kept as it is."""
     pairs = zip(rows[0::2], rows[1::2], strict=False)
     sums = [first + second for first, second in pairs]
     if len(rows) % 2:

@@ -1,4 +1,7 @@
-"""The buckets of one model, and the order in which its gradients arrive."""
+"""The buckets of one model, and the order in which its gradients arrive.
+
+The terms and the protocol of a pass are at the top of `reducer.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +24,28 @@ _bucket = attrgetter("bucket")
 class ModelBuckets:
     """The buckets of one model, for the parameters that have been trained in the block.
 
-    In which order gradients arrive is learned in a pass that is averaged:
+    The order in which gradients arrive is learned in the first pass that is averaged, and again
+    when a parameter is trained for the first time:
 
         learning ── end of the pass: the ranks agree on rank 0's order ──> has learned
            ^                                                                    │
            └── beginning of a pass: a parameter is trained for the first time ──┘
 
-    While the model learns, buckets are in the reverse of the order in which parameters are
-    registered, and are sent at the end of the pass.
+    While the model learns, all buckets are sent at the end of the pass. Until it has learned for
+    the first time, the parameters that were registered last are in the first buckets.
 
     Args:
-        slots: those of its parameters, in the order in which they are registered.
-        reduction: how its gradients are averaged.
-        on_last: called when the gradient that a bucket expects last has accumulated, with these
-            buckets and the parameter.
+        slots: the slots of the model's parameters, in the order in which they are registered.
+        reduction: how the model's gradients are averaged.
+        on_last: called when the gradient that a bucket expects last has accumulated. Its arguments
+            are this object and the parameter.
 
     Attributes:
-        is_learning: whether the running or the next pass shows in which order gradients arrive.
-        is_no_sync: whether gradients stay local now.
-        unsent: the buckets that the running pass has not sent yet, in their order.
-        under_way: those that it has sent and not received, in this order.
+        is_learning: whether the model learns from the running pass, or from the next one.
+        is_no_sync: whether gradients stay local now, because `Reducer.no_sync` of the model is
+            open. Under `logical=`, they never do.
+        unsent: the buckets that the running pass has not sent yet, in the order of sending.
+        under_way: the buckets that the running pass has sent and not received, in the same order.
     """
 
     def __init__(
@@ -59,19 +64,23 @@ class ModelBuckets:
         self._buckets: list[Bucket] = []
         # Slots of parameters that have never been trained: they are in no bucket.
         self._untrained = slots
-        # Slots of gradients that have arrived in a pass from which the model learns, in order.
+        # Slots in the order in which gradients arrive in a pass from which the model learns. A slot
+        # is there twice if its gradient has arrived twice.
         self._arrived: list[Slot] = []
         for slot in slots:
             slot.model = self
 
     @property
     def device_type(self) -> str:
-        """The type of the device on which what is no gradient is sent."""
+        """The type of the device of the table that `learn` sends."""
         name: str = self.slots[0].parameter.device.type
         return name
 
     def begin(self) -> None:
-        """Begin a pass, with new buckets if a parameter is trained for the first time."""
+        """Begin a pass, with new buckets if a parameter is trained for the first time.
+
+        What an earlier pass has left behind, because it has raised, is dropped.
+        """
         newly_trained = [slot for slot in self._untrained if slot.parameter.requires_grad]
         if newly_trained:
             self.is_learning = True
@@ -85,10 +94,13 @@ class ModelBuckets:
                 self.unsent.append(bucket)
 
     def arrive(self, slots: list[Slot]) -> None:
-        """Note that the gradients of these parameters have accumulated.
+        """Note that gradients of the model have accumulated.
+
+        Args:
+            slots: the slots of the gradients, in the order in which they have accumulated.
 
         Raises:
-            SyncError: one of them has been sent.
+            SyncError: a gradient accumulated after it was sent.
         """
         if self.is_learning:
             self._arrived += slots
@@ -97,9 +109,10 @@ class ModelBuckets:
                 bucket.arrive(list(slots_of_bucket))
 
     def next_complete(self) -> Bucket | None:
-        """Return the next bucket to be sent; None: it must not be sent yet.
+        """Return the bucket to send next; None: there is none, or it must not be sent yet.
 
-        All ranks send in one order, so that a bucket which is not complete holds back those behind.
+        All ranks send their buckets in the same order. So a bucket that is not complete holds back
+        all later ones.
         """
         if not self.unsent or self.is_learning:
             return None
@@ -111,7 +124,8 @@ class ModelBuckets:
     def send_next(self, mean: MeanOverRanks) -> None:
         """Send the next bucket.
 
-        In backward it is complete. At the end of a pass, zeros stand for missing gradients.
+        Before the end of the pass, it must be complete. At the end, zeros stand for the gradients
+        that are missing.
         """
         bucket = self.unsent.popleft()
         bucket.send(mean.start, self.reduction.dtype)
@@ -120,9 +134,9 @@ class ModelBuckets:
     def receive_completed(self) -> None:
         """Receive the buckets whose means are there, so that their flat tensors are freed.
 
-        Nothing waits. In the middle of backward that could be for ever: another rank may send its
-        bucket after a collective of the user's backward (SyncBatchNorm) which this rank has yet to
-        join.
+        This must not wait for a mean. Another rank may send its bucket only after a collective in
+        the user's backward, such as that of SyncBatchNorm. This rank has to join the collective
+        first, so that both ranks would wait for ever.
         """
         while self.under_way and self.under_way[0].can_be_received():
             self.under_way.popleft().receive()
@@ -133,12 +147,13 @@ class ModelBuckets:
         All ranks must call this after the same pass, and have trained the same parameters in it.
         A parameter that was not trained keeps its place.
 
-        The ranks sum up a table with a row for each parameter:
+        The ranks add up tables with a row for each trained parameter, of three columns:
 
-            column                    value of a rank
-            position                  of the gradient among the arrivals on rank 0; 0 on others
-            ranks without             1 if the gradient has not arrived
-            ranks where it repeats    1 if the gradient has arrived twice in a pass
+            column                 value of a rank
+            position               on rank 0: index of the gradient's last arrival, or a higher
+                                   number if it has not arrived. On other ranks: 0
+            ranks without          1 if the gradient has not arrived
+            ranks where repeated   1 if the gradient has arrived twice in this or an earlier pass
         """
         arrivals = Counter(self._arrived)
         positions = {slot: position for position, slot in enumerate(self._arrived)}
@@ -161,7 +176,7 @@ class ModelBuckets:
             bucket.add_hook(self._on_last)
 
     def _divide(self) -> None:
-        """Make new buckets of the parameters that are trained, or have been."""
+        """Make new buckets of the parameters that are trained now, or have been before."""
         self.remove_hooks()
         members, untrained = [], []
         for slot in self.slots:
@@ -173,9 +188,9 @@ class ModelBuckets:
         self._buckets = divide(members, self.reduction.bucket_bytes)
 
     def fail(self) -> None:
-        """End a pass that has raised: drop what was sent, and trust no gradient to be averaged.
+        """End a pass that has raised: drop what was sent, and take no gradient for averaged.
 
-        What has been received is averaged on this rank, and perhaps not on others.
+        A bucket that this rank has received may not have been received on all ranks.
         """
         for bucket in self._buckets:
             bucket.empty()
@@ -189,10 +204,10 @@ class ModelBuckets:
 
 
 def _place(row: Sequence[int]) -> Place:
-    """Return the place of a parameter by its row in the table of `learn`, summed over the ranks.
+    """Return the place of a parameter, by its row in the sum of the tables of `learn`.
 
-    The position is rank 0's, because the other ranks have added 0 to it. The numbers of ranks
-    decide the usage.
+    The position is that of rank 0, because the other ranks have added 0. The usage follows from the
+    numbers of ranks in the other two columns.
     """
     position, ranks_without, ranks_where_repeated = row
     usage = Usage.EVERYWHERE

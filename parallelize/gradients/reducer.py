@@ -1,11 +1,11 @@
 """Averages gradients over the ranks while backward runs, whichever call has produced them.
 
-    a gradient accumulates         a hook without Python code appends its parameter to a list
-    that of a bucket's last        the hook of the bucket sorts what the list has into buckets,
-                                   sends the buckets that are complete, in their order, and
-                                   receives those whose means are there
-    the pass has ended             the other buckets are sent, and all are received
-    a first pass has ended         the ranks agree on the order of the buckets
+    a gradient accumulates         a hook, `list.append`, adds its parameter to a list
+    the last gradient of a bucket  the hook of the bucket notes the parameters of the list in their
+    accumulates                    buckets, sends the buckets that are complete, in their order, and
+                                   receives the buckets whose means are there
+    the pass has ended             the other buckets are sent, and all buckets are received
+    ... and a model is learning    the ranks agree on the order of its buckets
 
 Glossary:
 
@@ -16,16 +16,17 @@ Glossary:
     send       copy gradients to the flat tensor, and begin to average it over the ranks
     receive    copy the means from the flat tensor to `.grad`
     reach      a pass reaches a model if a gradient of its parameters arrives
-    learn      find the order in which the gradients of a model arrive, and divide it by that
+    learn      find the order in which the gradients of a model arrive, and make buckets in it
 
-What is averaged is `.grad` itself. The part from earlier passes is equal on all ranks and stays as
-it is: mean(old + new) = old + mean(new). What was accumulated under `no_sync` is averaged by the
-next pass outside of it. Under `logical=`, whose means are ordered, only the gradients of the pass
-are averaged: those of earlier passes are set aside, and added again at the end.
+The reducer averages `.grad` itself, which may contain gradients of earlier passes. If these were
+averaged, they are equal on all ranks and stay as they are: mean(old + new) = old + mean(new).
+Gradients that accumulated under `no_sync` are averaged by the next pass outside of `no_sync`. Under
+`logical=`, whose means are ordered, only the gradients of the pass are averaged: the gradients of
+earlier passes are set aside, and added again at the end.
 
-A pass that reaches a model sends all of its buckets, in one order on all ranks, through a group of
-their own: a rank may send a bucket before a collective of the user's backward, and another rank
-after it.
+A pass that reaches a model sends all of the model's buckets, in one order on all ranks. Buckets
+have a process group of their own, because a rank may send a bucket before a collective of the
+user's backward, and another rank after it.
 
 Source: Megatron-LM's DistributedDataParallel, https://docs.pytorch.org/docs/stable/notes/ddp.html
 """
@@ -64,8 +65,8 @@ class _RunningPass:
     """The pass that runs.
 
     Args:
-        is_alone: whether no other block is open, which would send at times of its own.
-        reached: the models that it has reached outside of `no_sync`, in this order.
+        is_alone: whether no other block is open, whose reducer would send in the same group.
+        reached: the models that the pass has reached outside of `no_sync`, in this order.
     """
 
     is_alone: bool
@@ -74,39 +75,48 @@ class _RunningPass:
     def may_send_early(self, model: ModelBuckets) -> bool:
         """Whether buckets of a model may be sent before the end of the pass.
 
-        Only those of the model that was reached first, if no other block may send: the buckets of
-        others follow at the end, in one order on all ranks.
+        Only the model that was reached first may send early. It must be the same on all ranks. The
+        buckets of two models may become complete in different orders on different ranks, so the
+        other models send at the end.
         """
-        return self.is_alone and self.reached[:1] == [model]
+        if not self.is_alone or not self.reached:
+            return False
+        return self.reached[0] is model
 
 
 class Reducer:
-    """Hooks on the parameters of one block, from its construction to `close`.
+    """Averages the gradients of one block, by hooks on its parameters until `close`.
 
     Args:
-        models: the models, and how their gradients are averaged; the gradient of a parameter that
-            several have is sent with the first one's.
+        models: the models, and how their gradients are averaged. If several models share a
+            parameter, its gradient is sent with the gradients of the first of these models.
 
     Attributes:
         slots: id of a parameter -> its slot, in one order on all ranks.
-        models: id of a model -> its buckets.
+        models: id of a model -> its buckets, in the order of the block.
     """
 
     def __init__(self, models: Sequence[tuple[nn.Module, Reduction]]) -> None:
         self.slots: dict[int, Slot] = {}
         self.models: dict[int, ModelBuckets] = {}
-        # Whether means are added up in one order, for the same bits at any number of ranks.
+        # Whether the run has the option `logical=`, so that means are `OrderedMean`s.
         self._is_ordered = False
         self._mean_by_device_type: dict[str, MeanOverRanks] = {}
-        # Parameters whose gradients have accumulated and are not noted in their buckets yet.
+        # Parameters whose gradients have accumulated and are not noted in their buckets yet. The
+        # hooks of parameters append to this very list, so it is emptied and never replaced.
         self._arrived: list[torch.Tensor] = []
+        # None between passes.
         self._pass: _RunningPass | None = None
         self._lock = threading.Lock()
         self._hooks = contextlib.ExitStack()
         self.refresh(models)
 
     def refresh(self, models: Sequence[tuple[nn.Module, Reduction]]) -> None:
-        """Hook the present parameters; what was averaged before is compared at the next step."""
+        """Follow modules and parameters that were added or replaced, with new slots and buckets.
+
+        No new slot has an averaged gradient. So the next step compares the gradients of earlier
+        passes across the ranks.
+        """
         self.close()
         # The option `logical=` is of the run: either all reductions are ordered, or none.
         self._is_ordered = any(reduction.is_ordered for _, reduction in models)
@@ -116,11 +126,11 @@ class Reducer:
         self._make_groups()
 
     def _slots_of(self, model: nn.Module) -> list[Slot]:
-        """Make and hook the slots of a model's parameters that no earlier model has."""
-        sparse = set()
+        """Make a slot, and add a hook, for each parameter of a model that has no slot yet."""
+        ids_of_sparse = set()
         for module in model.modules():
             if has_sparse_gradient(module):
-                sparse.add(id(module.weight))
+                ids_of_sparse.add(id(module.weight))
         slots: list[Slot] = []
         for name, parameter in all_named_parameters(model):
             is_trainable = parameter.is_floating_point() or parameter.is_complex()
@@ -129,8 +139,8 @@ class Reducer:
             slot = Slot(
                 f"{name} of {type(model).__name__}",
                 parameter,
-                is_sparse=id(parameter) in sparse,
-                # Gradients are expected in the reverse order.
+                is_sparse=id(parameter) in ids_of_sparse,
+                # Backward reaches the parameters that were registered last first.
                 place=Place(Usage.EVERYWHERE, -len(slots)),
             )
             slots.append(slot)
@@ -139,7 +149,7 @@ class Reducer:
         return slots
 
     def _make_groups(self) -> None:
-        """Get a group for the run's device, and one for the CPU if parameters are there."""
+        """Get a group for each type of device that has parameters; a collective."""
         run = current()
         for slot in self.slots.values():
             device = slot.parameter.device
@@ -151,9 +161,9 @@ class Reducer:
                 self._mean_by_device_type[device.type] = mean
 
     def close(self) -> None:
-        """Remove the hooks, and the references in cycles.
+        """Remove the hooks, and cut the references between slots, buckets and models.
 
-        Otherwise parameters would not be freed with the last reference of the user's.
+        They are cycles, and would keep parameters alive after the user has dropped them.
         """
         self._arrived.clear()
         self._hooks.close()
@@ -166,7 +176,11 @@ class Reducer:
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Leave the gradients of passes in the context local, unless they are averaged in order."""
+        """Leave the gradients that a model gets from passes in the context local.
+
+        Under `logical=`, average them nevertheless: an ordered mean must not be of a sum of
+        passes, see `_set_aside`.
+        """
         buckets = self.models[id(model)]
         before = buckets.is_no_sync
         buckets.is_no_sync = not buckets.reduction.is_ordered
@@ -176,9 +190,12 @@ class Reducer:
             buckets.is_no_sync = before
 
     def around_backward(self, started: Pass, run: Run) -> None:
-        """Run a pass and average its gradients; a subscriber of torch_patches.backward."""
+        """Run a pass and average its gradients; a subscriber of torch_patches.backward.
+
+        If the pass raises, the gradients of all models that it has reached count as not averaged.
+        """
         if self._pass is not None:
-            # It is on another thread, and that thread averages these gradients, too.
+            # The running pass is on another thread, which will average these gradients, too.
             run(started)
             return
         self.require_seen()
@@ -200,10 +217,10 @@ class Reducer:
                 _add_to(earlier)
 
     def _set_aside(self) -> list[tuple[Slot, torch.Tensor]]:
-        """Take the gradients of earlier passes from `.grad`, and return them, for `_add_to`.
+        """Take the gradients of earlier passes from `.grad`, and return them for `_add_to`.
 
-        An ordered mean has the same bits at any number of ranks. If the gradients of this pass were
-        added to earlier ones first, each rank would round its sum, and the mean of the sums would
+        An ordered mean has the same bits at any number of ranks. If a pass added its gradients to
+        `.grad` of earlier passes, each rank would round its sum, and the mean of the sums would
         depend on how the batch is divided.
         """
         earlier = []
@@ -214,10 +231,12 @@ class Reducer:
         return earlier
 
     def require_seen(self) -> None:
-        """Refuse gradients of a pass that was not seen.
+        """Refuse gradients that accumulated in a pass without `around_backward`.
+
+        Called before each pass, before each step and at the end of the block.
 
         Raises:
-            ConfigError: some have accumulated since the latest pass that was.
+            ConfigError: such gradients have accumulated since the latest call.
         """
         if self._arrived:
             self._take_arrived()
@@ -230,7 +249,7 @@ class Reducer:
             )
 
     def unaveraged(self, slots: Sequence[Slot]) -> set[Slot]:
-        """Return the slots whose `.grad` is not the tensor that the ranks have averaged."""
+        """Return the slots with a gradient that is not the tensor that the ranks have averaged."""
         # A loop without calls of functions: it runs at every step, for every parameter.
         unaveraged = set()
         for slot in slots:
@@ -240,15 +259,15 @@ class Reducer:
         return unaveraged
 
     def _on_last(self, model: ModelBuckets, _parameter: torch.Tensor) -> None:
-        """Send the buckets that are complete, and receive those whose means are there.
+        """Send the buckets that are complete, and receive the buckets whose means are there.
 
-        The hook of each bucket on the parameter whose gradient is expected last.
+        This is the hook of a bucket, on the parameter whose gradient is expected last.
         """
         running = self._pass
         if running is None or model.is_no_sync:
             return
-        # Autograd has a thread for each device. Without no_grad, a pass under create_graph=True
-        # would record the copies in the graph.
+        # The lock is needed because autograd has a thread for each device. Without no_grad, a pass
+        # under create_graph=True would record the copies in the graph.
         with self._lock, torch.no_grad():
             self._note(running)
             if not running.may_send_early(model):
@@ -262,9 +281,9 @@ class Reducer:
     def _take_arrived(self) -> list[Slot]:
         """Return the slots of the gradients that have arrived since the last call.
 
-        They are not averaged, until their bucket is received.
+        The gradients count as not averaged from now on, until their buckets are received.
         """
-        # Another thread may append more in between.
+        # Another thread may append to the list meanwhile. Only what was copied is deleted.
         arrived = self._arrived[:]
         del self._arrived[: len(arrived)]
         slots = list(map(self.slots.__getitem__, map(id, arrived)))
@@ -275,7 +294,8 @@ class Reducer:
     def _note(self, running: _RunningPass) -> None:
         """Note in their buckets which gradients have arrived.
 
-        The first one of a model begins the pass there: parameters may be frozen until then.
+        The first gradient of a model begins the pass in the model's buckets. Before that, it is not
+        known whether the pass reaches the model, and the user may still freeze parameters.
         """
         for model, slots in groupby(self._take_arrived(), _model):
             if model.is_no_sync:
@@ -286,28 +306,35 @@ class Reducer:
             model.arrive(list(slots))
 
     def _finish(self, running: _RunningPass) -> None:
-        """Send the other buckets of the models that the pass has reached, and receive all.
+        """Send the unsent buckets of the models that the pass has reached, and receive all.
 
-        All ranks send in one order. The model that was reached first may have sent buckets early,
-        and comes first. The others were reached in an order that may differ between the ranks, and
-        come in the order of the block.
+        All ranks send in one order. The model that was reached first comes first, because it may
+        have sent buckets early. The later ones were reached in an order that may differ between the
+        ranks, so they come in the order of the block.
         """
         if self._arrived:
             self._note(running)
-        reached = running.reached[:1]
+        # A slice, because the pass may have reached no model.
+        models_in_order = running.reached[:1]
+        reached_later = running.reached[1:]
         for model in self.models.values():
-            if model in running.reached[1:]:
-                reached.append(model)
-        for model in reached:
+            if model in reached_later:
+                models_in_order.append(model)
+        for model in models_in_order:
             while model.unsent:
                 model.send_next(self._mean_by_device_type[model.unsent[0].device_type])
-        self._receive(reached)
-        for model in reached:
+        self._receive(models_in_order)
+        for model in models_in_order:
             if model.is_learning and not is_capturing():
                 model.learn(self._mean_by_device_type[model.device_type])
 
     def _receive(self, reached: Sequence[ModelBuckets]) -> None:
-        """Wait for the means of all buckets that are under way, and copy them to `.grad`."""
+        """Wait for the means of all buckets that are under way, and copy them to `.grad`.
+
+        Args:
+            reached: the models, in one order on all ranks: each `OrderedMean` begins its second
+                collective here.
+        """
         buckets: list[Bucket] = []
         for model in reached:
             buckets += model.under_way
@@ -323,7 +350,10 @@ class Reducer:
                 bucket.receive(is_used)
 
     def _fail(self, running: _RunningPass) -> None:
-        """End a pass that has raised."""
+        """End a pass that has raised.
+
+        The arrivals are dropped: otherwise `require_seen` would refuse the next pass.
+        """
         self._take_arrived()
         for model in running.reached:
             model.fail()
@@ -331,7 +361,11 @@ class Reducer:
 
 @torch.no_grad()
 def _add_to(earlier: Sequence[tuple[Slot, torch.Tensor]]) -> None:
-    """Add the gradients of a pass to those of earlier ones, which were set aside."""
+    """Add the gradients of a pass to the gradients of earlier passes, and put the sums in `.grad`.
+
+    Args:
+        earlier: as `_set_aside` has returned it.
+    """
     for slot, gradient in earlier:
         parameter = slot.parameter
         if parameter.grad is not None:

@@ -1,9 +1,15 @@
 """Number of targets that a loss averages over, read from its autograd graph before backward.
 
-The search follows operations that are linear in one value from the loss down to each reduction, a
-term of the loss. Functions are not patched: losses in a forward, of modules, under autocast and
-imported by name are found in the same way, and nothing is done while they are computed. x and y are
-outputs of models, of shape (6, 5), and t are six targets, of which two are ignored:
+    reduction   an operation that makes a scalar of the values of the targets: a mean, a sum, a
+                loss of torch such as NllLoss
+    term        a reduction to which the loss is linear: the loss is a sum of multiples of its terms
+    count       the number of targets that a term averages over, or the sum of their class weights
+
+The search goes from the loss down, through operations that are linear in one value, to the terms.
+It reads the graph and patches no function. So it finds losses in a forward, of modules, under
+autocast and imported by name alike, and costs nothing while they are computed. In these losses, x
+and y of shape (6, 5) and the scalar z are computed by models; t are six targets, two of them
+ignored:
 
     loss                              graph, from the loss on             counts of the terms
     F.cross_entropy(x, t)             NllLoss                             4, its total weight
@@ -13,12 +19,16 @@ outputs of models, of shape (6, 5), and t are six targets, of which two are igno
     x.sum() / 4                       Div by 4, Sum                       4
     x.sum() / 4 / 2                   Div by 2, Div by 4, Sum             8
     (x.sum() + y.sum()) / 4           Div by 4, Add, two Sums             4 and 4
-    (x.sum() / 4 + y.mean()) / 2      Div by 2, Add, Div by 4 and Mean    4 and 30: the 2 divides a
-                                                                          sum of terms, as of passes
-    torch.stack([x.mean(), z]).sum()  Sum, Stack, Mean and z's            30 and z's
-    x.mean() + penalty(weights)       Add, Mean and others                30; others are of no model
+    (x.sum() / 4 + y.mean()) / 2      Div by 2, Add, Div by 4 and Mean    4 and 30, as below
+    torch.stack([x.mean(), z]).sum()  Sum, Stack, Mean and that of z      30 and that of z
+    x.mean() + penalty(weights)       Add, Mean and that of the penalty   30: no model is behind the
+                                                                          penalty
     x.sum()                           Sum                                 none: a sum
     x.mean() ** 2                     Pow                                 none: unknown
+
+A number that divides a sum of terms may be a count, as in (x.sum() + y.sum()) / 4, or the number of
+terms or accumulated passes, as the 2 in (x.sum() / 4 + y.mean()) / 2. It is taken for a count only
+where no number divides the term alone, and where the term is a sum.
 """
 
 from __future__ import annotations
@@ -37,13 +47,14 @@ from parallelize.run.containers import leaves
 from parallelize.torch_patches.backward import Root
 
 Number = float | torch.Tensor
-"""A number of the host, or one in a 0-dim tensor of an accelerator, where reading it waits."""
+"""A number of the host, or a 0-dim tensor of an accelerator, which the host must wait to read."""
 
+# Key in the metadata of a node: number of an output -> its LossCount. See `attach_count`.
 _ATTACHED_COUNTS: Any = "parallelize: counts, by the numbers of outputs"
-# Relative, of weights of targets that are added up in another order.
+# Relative difference of two sums of the same class weights that are added up in different orders.
 _ROUNDING = 1e-5
 
-# Operations by their nodes' names up to "Backward".
+# Names of operations: the name of the node AddBackward0 up to "Backward".
 _LINEAR = frozenset(("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Reshape", "ReshapeAlias"))
 _LINEAR |= {"Rsub", "Select", "Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
 _SUMS = frozenset({"Mean", "Sum"})
@@ -55,14 +66,20 @@ _MEAN, _SUM = 1, 2
 
 @dataclass(frozen=True)
 class LossCount:
-    """One reduction in a loss.
+    """The count of one term of a loss.
+
+        reduction       the term                                count
+        "mean"          a mean                                  number or total weight of targets
+        "divided sum"   a sum that is divided by a number       the number
+        "sum"           a sum                                   None
+        "unknown"       no mean or sum that the search knows    None
 
     Args:
-        operation: name of the reduction, such as "NllLoss".
-        reduction: a mean; a sum that is divided by a number, such as its count; a sum; or an
-            operation that is not known.
-        count: number (or total weight) of the targets; None for the last two reductions.
-        scales: numbers by which it is multiplied or divided.
+        operation: name of the operation that has computed the term, such as "NllLoss".
+        reduction: as in the table.
+        count: as in the table.
+        scales: numbers that multiply or divide the term in the loss; only `join_weights` needs
+            them.
     """
 
     operation: str
@@ -78,12 +95,13 @@ class _Value:
     Args:
         node: the node.
         output: number of the output.
-        is_in_model: whether a forward of a model has computed it. Such a value depends on data,
-            even if no output of a model is behind it.
-        scales: numbers that multiply or divide it on the way to the loss.
-        divisor: product of the numbers that divide it, or else a sum of which it is a term.
-        divides_sum: whether the divisor divides a sum of which the value is a term. A number that
-            divides the term alone replaces it: that of a sum of means is the number of passes.
+        is_in_model: whether a forward of a model has computed the value. The value then depends on
+            data, although the search finds no output of a model behind it.
+        scales: numbers that multiply or divide the value on the way to the loss.
+        divisor: product of the numbers that divide the value alone. If there are none: product of
+            the numbers that divide a sum with the value as a term. None: no number divides it.
+        divides_sum: whether the divisor divides a sum. A number that divides the value alone then
+            replaces the divisor, which may be a number of terms or passes.
     """
 
     node: Any
@@ -103,8 +121,8 @@ class _Value:
     def shape(self) -> tuple[int, ...]:
         """Shape of the value.
 
-        It is not that of a saved tensor: hooks on saved tensors would load the tensor from where
-        they have moved it.
+        It is read from the node. To read a saved tensor would run the user's hooks on saved
+        tensors, which may load the tensor from a disk or from the host.
         """
         return tuple(self.node._input_metadata[self.output].shape)
 
@@ -114,7 +132,10 @@ class _Value:
         return math.prod(self.shape)
 
     def sources(self) -> list[_Value]:
-        """Return the values from which this one was computed, with what the search knows of it."""
+        """Return the values from which this value was computed, except those without a gradient.
+
+        The scales and the divisor of this value apply to its sources, too.
+        """
         sources = []
         for node, output in self.node.next_functions:
             if node is not None:
@@ -122,21 +143,22 @@ class _Value:
         return sources
 
     def moved_to(self, node: Any, output: int) -> _Value:
-        """Return another value, with what the search knows of this one."""
+        """Return the value of another output, with the scales and the divisor of this value."""
         return _Value(node, output, self.is_in_model, self.scales, self.divisor, self.divides_sum)
 
     def is_from_data(self) -> bool:
-        """Whether the value depends on an output of a model, unlike a penalty on weights."""
+        """Whether the value depends on an output of a model; a penalty on weights does not."""
         return self.is_in_model or any(map(is_output, nodes_behind([self.node])))
 
 
 def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[LossCount]:
-    """Return the reductions of which the roots are linear combinations.
+    """Return the counts of the terms of a loss.
 
-    Terms that depend on no model's output are left out, if there are others.
+    Terms that depend on no output of a model, such as penalties on weights, are left out if other
+    terms do.
 
     Args:
-        roots: the scalar losses from which a backward starts.
+        roots: the scalars from which a backward pass starts. They add up to the loss.
         is_in_model: whether the roots were computed in the forward of a model.
     """
     pending = []
@@ -148,12 +170,14 @@ def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[Los
     terms: list[tuple[_Value, LossCount]] = []
     while pending:
         value = pending.pop()
-        # A sum may lead to a value in exponentially many ways, as in a recurrence.
+        # In a recurrence such as loss = loss + 0.1 * loss, the number of ways to a value doubles
+        # with each step. One way is enough to find the terms.
         position = value.node, value.output
         if position in visited:
             continue
         visited.add(position)
         value.is_in_model = value.is_in_model or is_output(value.node)
+        # The search ends at an attached count, or where `_summands` goes no further.
         count = _attached_count(value)
         summands = None
         if count is None:
@@ -167,35 +191,40 @@ def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[Los
             count = replace(count, scales=value.scales)
         terms.append((value, count))
     if len(terms) > 1:
-        terms = [term for term in terms if term[0].is_from_data()] or terms
+        terms_from_data = [term for term in terms if term[0].is_from_data()]
+        terms = terms_from_data or terms
     return [count for _, count in terms]
 
 
 def required_count(roots: Sequence[Root]) -> LossCount:
-    """Return the one count of a loss, for average="tokens".
+    """Return the count that all terms of a loss have, for average="tokens".
 
     Raises:
-        ConfigError: it is not known, or there are several.
+        ConfigError: the count of a term is not known, or the terms have different counts.
     """
     counts = loss_counts(roots)
     for count in counts:
         if count.count is None:
             raise _unknown_count_error(count)
     if len(counts) > 1:
-        # On an accelerator, this waits for the device.
-        numbers = {float(count.count or 0.0): count for count in counts}
-        if not are_equal(numbers):
-            raise _several_counts_error(numbers)
+        # On an accelerator, the host waits to read the numbers. A single term needs no comparison.
+        count_by_number = {float(count.count or 0.0): count for count in counts}
+        if not are_equal(count_by_number):
+            raise _several_counts_error(count_by_number)
     return _unclamped(counts[0], roots[0])
 
 
 def are_equal(numbers: Iterable[float]) -> bool:
-    """Whether numbers of targets are equal, but for the rounding of their weights."""
+    """Whether numbers of targets are equal up to rounding; at least one number is needed.
+
+    Terms that add up the same class weights in different orders differ by rounding.
+    """
     ordered = sorted(numbers)
     return ordered[-1] <= ordered[0] * (1 + _ROUNDING)
 
 
 def _unknown_count_error(count: LossCount) -> ConfigError:
+    """Return the error for a term whose count is None: a sum, or an unknown operation."""
     loss = f"that {count.operation} computes"
     if count.reduction == "sum":
         loss = f"that is a sum ({count.operation})"
@@ -208,8 +237,10 @@ def _unknown_count_error(count: LossCount) -> ConfigError:
     )
 
 
-def _several_counts_error(counts: dict[float, LossCount]) -> ConfigError:
-    terms = " and ".join(f"{number:g} ({count.operation})" for number, count in counts.items())
+def _several_counts_error(count_by_number: dict[float, LossCount]) -> ConfigError:
+    """Return the error for terms that average over different numbers of targets."""
+    counted_terms = [f"{number:g} ({count.operation})" for number, count in count_by_number.items()]
+    terms = " and ".join(counted_terms)
     return ConfigError(
         f"average='tokens' with a loss of terms that average over {terms} targets",
         why="a backward has one weight, and each term would need its own",
@@ -220,28 +251,45 @@ def _several_counts_error(counts: dict[float, LossCount]) -> ConfigError:
 
 
 def _unclamped(count: LossCount, loss: Root) -> LossCount:
-    """Return the count of a divided sum: 0 if all targets are masked, where the divisor is clamped.
+    """Return a count, with 0 for a divided sum whose loss is 0.
 
-    As in loss.sum() / mask.sum().clamp(min=1). Other reductions are returned as they are.
+    In losses.sum() / mask.sum().clamp(min=1), the divisor is 1 if all targets are masked. The loss
+    is 0 then, and the clamped divisor must not count as a target. Other counts are returned as they
+    are.
+
+    Args:
+        count: the count of a term of the loss.
+        loss: the root from which the pass starts.
     """
     if count.reduction != "divided sum" or not isinstance(loss, torch.Tensor):
         return count
-    assert count.count is not None  # The count of a divided sum is its divisor.
+    # The count of a divided sum is its divisor.
+    assert count.count is not None
     if loss.device.type == "cpu":
         return count if loss.item() else replace(count, count=0.0)
-    # The host does not read a loss on a device, because it would wait.
+    # To read the loss, the host would wait for the device. So the device chooses between the two.
     number = number_on(loss.device, count.count)
     return replace(count, count=torch.where(loss.detach() == 0, 0.0, number))
 
 
 def attach_count(tensor: torch.Tensor, count: LossCount) -> None:
-    """Store the count of a loss that custom operations have joined from several, in its graph."""
+    """Store the count of a loss in its graph, where the search finds it and ends.
+
+    An engine has joined the loss from the losses of a batch's parts, by operations that hide the
+    count.
+
+    Args:
+        tensor: the loss; it must require a gradient.
+        count: as `join_weights` returns it.
+    """
     edge = get_gradient_edge(tensor)
-    metadata: Any = edge.node.metadata  # torch declares a method
+    # Torch declares `metadata` as a method, and it is a dictionary.
+    metadata: Any = edge.node.metadata
     metadata.setdefault(_ATTACHED_COUNTS, {})[edge.output_nr] = count
 
 
 def _attached_count(value: _Value) -> LossCount | None:
+    """Return the count that `attach_count` has stored for a value; None: there is none."""
     counts: dict[int, LossCount] = value.node.metadata.get(_ATTACHED_COUNTS, {})
     return counts.get(value.output)
 
@@ -249,20 +297,25 @@ def _attached_count(value: _Value) -> LossCount | None:
 def join_weights(
     losses: Sequence[torch.Tensor], *, samples: Sequence[int], inputs: Any
 ) -> tuple[list[Number], LossCount]:
-    """Return the weights by which losses of a batch's parts add up to its loss, and its count.
+    """Return weights for the losses of a batch's parts, and the count of the weighted sum.
 
-    Means are weighted by their counts, and sums are added. All other scalars are weighted by
-    samples, such as means of other terms in each part, or multiplied by other numbers.
+    An engine that runs a model on parts of a batch multiplies the loss of each part by its weight,
+    and adds up. The weights depend on `_count_of_part` of the parts:
+
+        all "mean", with equal scales         count of the part / sum of the counts
+        all "sum", or all "divided sum"       1, unless the losses of all parts are equal
+        everything else                       samples of the part / sum of the samples
+
+    The host reads losses, scales and counts, and waits for an accelerator that has them.
 
     Args:
         losses: one scalar per part, computed in the model's forward.
         samples: number of samples of each part.
-        inputs: the inputs of the model; a sum divided by one of these numbers, such as the number
-            of targets of several batches, stays a sum.
+        inputs: the inputs of the model, for `_count_of_part`.
     """
     input_numbers = _numbers_in(inputs)
     counts = [_count_of_part(loss, input_numbers) for loss in losses]
-    first = counts[0]
+    count_of_first_part = counts[0]
     reductions = {count.reduction for count in counts}
     if reductions == {"mean"} and _have_equal_scales(counts):
         numbers: list[Number] = []
@@ -273,19 +326,19 @@ def join_weights(
                 numbers.append(count.count or 0.0)
         total = sum(numbers)
         weights = [number / (total or 1.0) for number in numbers]
-        return weights, LossCount(first.operation, "mean", total)
+        return weights, LossCount(count_of_first_part.operation, "mean", total)
     if reductions in ({"sum"}, {"divided sum"}):
-        # A sum that is equal in all parts, such as a penalty on weights, is not of the batch.
+        # A sum that is equal in all parts is not over samples: it is a penalty on weights, say.
         is_of_batch = len({loss.item() for loss in losses}) > 1
         if is_of_batch:
-            return [1.0] * len(losses), first
+            return [1.0] * len(losses), count_of_first_part
     total_samples = sum(samples)
     shares: list[Number] = [size / total_samples for size in samples]
-    return shares, LossCount(first.operation, "unknown")
+    return shares, LossCount(count_of_first_part.operation, "unknown")
 
 
 def _numbers_in(inputs: Any) -> list[Number]:
-    """Return the numbers among the inputs of a model, alone or in 0-dim tensors."""
+    """Return the numbers among the inputs of a model: Python numbers and 0-dim tensors."""
     numbers = []
     for value in leaves(inputs):
         is_scalar = isinstance(value, torch.Tensor) and value.shape == ()
@@ -295,18 +348,27 @@ def _numbers_in(inputs: Any) -> list[Number]:
 
 
 def _have_equal_scales(counts: Sequence[LossCount]) -> bool:
-    """Whether the losses of all parts are multiplied by the same numbers.
+    """Whether the losses of all parts are multiplied and divided by the same numbers.
 
-    On an accelerator, this waits for the device.
+    Numbers of an accelerator are read, and the host waits for them.
     """
     scales = {tuple(map(float, count.scales)) for count in counts}
     return len(scales) == 1
 
 
 def _count_of_part(loss: torch.Tensor, input_numbers: Sequence[Number]) -> LossCount:
-    """Return the count of a loss of one term; a loss of several is unknown.
+    """Return the count of the loss of one part of a batch, with a reduction for `join_weights`.
 
-    A sum divided by an input of the model stays a sum; other divided sums are means.
+        loss                                    reduction
+        several terms                           "unknown"
+        a sum divided by an input of the model  "divided sum": all parts have this divisor, such as
+                                                the targets of several batches, and add up
+        another divided sum                     "mean": each part is divided by its own number
+        another term                            as `loss_counts` returns it
+
+    Args:
+        loss: the loss of the part.
+        input_numbers: the numbers among the inputs of the model.
     """
     counts = loss_counts([loss], is_in_model=True)
     if len(counts) != 1:
@@ -322,8 +384,8 @@ def _count_of_part(loss: torch.Tensor, input_numbers: Sequence[Number]) -> LossC
 def _summands(value: _Value) -> list[_Value] | None:
     """Return the scalars of which a value is a linear combination.
 
-    None: the search ends at the value, which is a term of the loss. It is a reduction of a tensor
-    that is no list of scalars, or the result of an operation that is not linear in one value.
+    None: the value is a term of the loss, and the search ends there. The value is a reduction of
+    targets, or the result of an operation that is not linear in one scalar.
     """
     operation = value.operation
     if operation not in _FOLLOWED or value.elements != 1:
@@ -338,21 +400,26 @@ def _summands(value: _Value) -> list[_Value] | None:
     is_product_of_two = operation == "Mul" and len(sources) > 1
     if is_product_of_two:
         # A factor that does not depend on data, such as a learned weight of the loss, has no
-        # targets. A product of two factors that depend on data is not linear.
+        # targets. If two factors depend on data, the value is linear in neither: it is a term.
         sources = [source for source in sources if source.is_from_data()]
     if len(sources) != 1 or sources[0].elements != 1:
         return None
-    # A factor or divisor without a gradient is a number that the node has saved.
+    # The other operand has no gradient here: it is a number, which the node has saved.
     if operation in {"Mul", "Div"} and not is_product_of_two:
         return _scaled(value, sources[0])
     return sources
 
 
 def _scaled(value: _Value, source: _Value) -> list[_Value] | None:
-    """Return the source of a product or quotient with a number, and note the number in the source.
+    """Note the number of a product or quotient in its source, and return the source in a list.
 
-    None: the value is a number divided by the source, which is not linear in the source.
+    None: the value is a number divided by the source, so it is not linear in the source.
+
+    Args:
+        value: computed by Mul or Div of the source and a number.
+        source: the operand that has a gradient.
     """
+    # The node of an operand without a gradient is None.
     is_source_first = value.node.next_functions[0][0] is not None
     if value.operation == "Mul":
         saved = value.node._saved_other if is_source_first else value.node._saved_self
@@ -362,6 +429,7 @@ def _scaled(value: _Value, source: _Value) -> list[_Value] | None:
         return None
     number = _number(value.node._saved_other)
     source.scales += (number,)
+    # The source has the divisor of the value so far: see `_Value.divides_sum`.
     if value.divisor is None or value.divides_sum:
         source.divisor = number
     else:
@@ -379,14 +447,14 @@ def _summed_scalars(sources: list[_Value]) -> list[_Value] | None:
         x.sum()                                   None: the elements of x are targets
 
     Args:
-        sources: those of the mean or sum, which has one.
+        sources: the sources of the mean or sum: one value.
     """
     source = sources[0]
     shape = source.shape
     operation = source.operation
     if operation in _LISTS:
         scalars = source.sources()
-        # There are as many elements as tensors in the list, so that each tensor is a scalar.
+        # If there are as many elements as tensors in the list, each tensor is a scalar.
         if math.prod(shape) == len(source.node.next_functions):
             return scalars
     if shape == ():
@@ -397,6 +465,7 @@ def _summed_scalars(sources: list[_Value]) -> list[_Value] | None:
 
 
 def _count_of_reduction(value: _Value) -> LossCount:
+    """Return the count of a term, which is no linear combination of scalars."""
     operation = value.operation
     if value.elements != 1:
         return LossCount(operation, "unknown")
@@ -406,6 +475,7 @@ def _count_of_reduction(value: _Value) -> LossCount:
     elif operation == "Mean":
         reduction = _MEAN
     else:
+        # A loss of torch, such as NllLoss, saves its reduction. Other nodes have none.
         reduction = getattr(value.node, "_saved_reduction", None)
     if reduction == _SUM and value.divisor is None:
         return LossCount(operation, "sum")
@@ -421,16 +491,16 @@ def _count_of_reduction(value: _Value) -> LossCount:
 def number_on(
     device: torch.device, number: Number, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """Return a new 0-dim tensor with a number, for which the host does not wait.
+    """Return a new 0-dim tensor with a number, without waiting for the device.
 
-    A kernel fills it. torch.tensor(number, device=device) copies it from memory that is not pinned:
-    the host then waits for all that the device has to do before (cudaMemcpyAsync and a
-    synchronization of the stream, in Copy.cu).
+    A kernel fills the tensor. torch.tensor(number, device=device) would copy the number from memory
+    that is not pinned: the host would wait until the device has done all its earlier work
+    (cudaMemcpyAsync and a synchronization of the stream, in Copy.cu).
 
     Args:
-        device: where the tensor is.
-        number: a number of the host, or one in a 0-dim tensor of a device.
-        dtype: of the tensor.
+        device: the device of the new tensor.
+        number: a number of the host, or a 0-dim tensor of a device.
+        dtype: dtype of the new tensor.
     """
     if isinstance(number, torch.Tensor):
         return number.to(device, dtype, copy=True)
@@ -438,7 +508,7 @@ def number_on(
 
 
 def _number(value: Any) -> Number:
-    """Return a number that an operation has saved; one on an accelerator stays there."""
+    """Return a number that a node has saved; a number on an accelerator stays there."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value.detach()
     return float(value)
