@@ -114,7 +114,7 @@ ROOMS: Mapping[str, int] = {
     "comparison": 1_569,
     "config": 6_017,
     "data": 21_371,
-    "gradients": 10_570,
+    "gradients": 10_599,
     "hang_detection": 7_758,
     "launchers": 20_062,
     "plugins": 3_248,

@@ -214,6 +214,10 @@ def required_count(roots: Sequence[Root]) -> LossCount:
     return _unclamped(counts[0], roots[0])
 
 
+_LARGEST_CLAMPED_DIVISOR = 1.0
+"""To what a user clamps a number of targets that may be 0, or to less."""
+
+
 def are_equal(numbers: Iterable[float]) -> bool:
     """Whether numbers of targets are equal up to rounding; at least one number is needed.
 
@@ -251,11 +255,12 @@ def _several_counts_error(count_by_number: dict[float, LossCount]) -> ConfigErro
 
 
 def _unclamped(count: LossCount, loss: Root) -> LossCount:
-    """Return a count, with 0 for a divided sum whose loss is 0.
+    """Return a count, with 0 for a divided sum whose targets are all masked.
 
     In losses.sum() / mask.sum().clamp(min=1), the divisor is 1 if all targets are masked. The loss
-    is 0 then, and the clamped divisor must not count as a target. Other counts are returned as they
-    are.
+    is 0 then, and the clamped divisor must not count as a target. The loss of real targets may be
+    0, too, as that of a hinge whose margins are met: a larger divisor counts them. Other counts are
+    returned as they are.
 
     Args:
         count: the count of a term of the loss.
@@ -266,10 +271,12 @@ def _unclamped(count: LossCount, loss: Root) -> LossCount:
     # The count of a divided sum is its divisor.
     assert count.count is not None
     if loss.device.type == "cpu":
-        return count if loss.item() else replace(count, count=0.0)
+        is_clamped = loss.item() == 0 and float(count.count) <= _LARGEST_CLAMPED_DIVISOR
+        return replace(count, count=0.0) if is_clamped else count
     # To read the loss, the host would wait for the device. So the device chooses between the two.
     number = number_on(loss.device, count.count)
-    return replace(count, count=torch.where(loss.detach() == 0, 0.0, number))
+    is_clamped_on_device = (loss.detach() == 0) & (number <= _LARGEST_CLAMPED_DIVISOR)
+    return replace(count, count=torch.where(is_clamped_on_device, 0.0, number))
 
 
 def attach_count(tensor: torch.Tensor, count: LossCount) -> None:

@@ -121,3 +121,12 @@ def test_counts_that_differ_by_rounding_are_one_count() -> None:
         logits, targets, weights = torch.randn(size, 5, requires_grad=True), torch.randint(5, (size,)), torch.rand(5)
         loss = F.cross_entropy(logits, targets, weight=weights, label_smoothing=0.1)
         assert float(required_count([loss]).count or 0) == pytest.approx(float(weights[targets].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("targets", "count"), [(4, 4), (0, 0)], ids=["margins that are met", "all targets are masked"])
+def test_a_loss_of_zero(targets: int, count: int) -> None:
+    """Targets of which none has a loss are targets; the 1 of a divisor that is clamped is none."""
+    margins = torch.ones(4, requires_grad=True)
+    is_target = torch.arange(4) < targets
+    losses = (1 - margins).relu() * is_target
+    assert required_count([losses.sum() / is_target.sum().clamp(min=1)]).count == count
