@@ -106,7 +106,7 @@ ROOMS: Mapping[str, int] = {
     "agreement": 13_847,
     "backends": 19_558,
     "backends/balanced": 14_117,
-    "block": 5_279,
+    "block": 5_284,
     "call": 13_530,
     "checkpoint": 13_409,
     "cli": 4_552,

@@ -1,23 +1,24 @@
 """One parallel_model block: engines run its models, and gradients are averaged and checked.
 
-    with parallel_model(model):     Block.running
-                                        each model   its engine is built, which gives it rank 0's
-                                                     values; its route is installed
-                                        several ranks: gradients are averaged, copies are verified
+    with parallel_model(model):     Block.running. For each model, its engine is built, which gives
+                                    the model rank 0's values, and its route is installed. With
+                                    several ranks, the reducer and the verification begin.
         model(x)                    ModelInBlock._call, on the way to the engine
         loss.backward()             Averaging weights the loss, Reducer averages the gradients
-        optimizer.step()            FirstStep, once; Verification
-    the end of the block            what was begun ends in reverse order: the copies are compared,
-                                    hooks and routes leave, engines undo what they have changed. If
-                                    the block has raised, no rank waits for another one.
+        optimizer.step()            Verification compares the gradients that Reducer has not
+                                    averaged. At the first step, FirstStep compares the inputs.
+    the end of the block            Verification compares the copies of the ranks. Then hooks and
+                                    routes are removed, and engines undo their changes. If the block
+                                    has raised, no rank waits for another one.
 
 The words of this room:
 
-    model       the user's nn.Module, or a LeafTensor for a tensor of the user's
+    model       the user's nn.Module, or a LeafTensor around a tensor of the user
     inner       a module around a model, whose forward calls the user's forward
     engine      runs inner: on this rank's device, on several, or together with the other ranks
     route       sends the calls of a model's methods to its engine
-    replicas    what each rank holds a copy of: the model, or a part of it
+    replicas    a module of which each rank holds a copy: the model, or a part of the model
+    session     the mixed precision of the block
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ from parallelize.torch_patches.forward import packed_lengths_on_cpu, routed_mode
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Options of parallel_model that are those of one block.
+    """The arguments of parallel_model that its block reads, and that no run has.
 
     Args:
         average: how gradients of the ranks are averaged.
-        buffers: whose floating buffers all ranks get; None: rank 0's, with a warning if others
-            differ.
-        methods: names of methods that are routed beside forward.
+        buffers: the values that floating buffers, such as batch norm's statistics, get on all
+            ranks: "rank0": rank 0's; "mean": the mean over the ranks; None: rank 0's, with a
+            warning at the end of the block if the ranks differ.
+        methods: names of methods that run through the engine, as forward does.
     """
 
     average: Average
@@ -64,21 +66,24 @@ class Block:
     """The models of one block, and what they share.
 
     Args:
-        run: runtime of this process: config, world and device.
-        models: those that were passed, with a LeafTensor for each tensor.
-        session: mixed precision of the block.
-        options: those of the block.
-        build_engine: builds the engine of a model; called once for each, in their order.
+        run: the run in this process: config, world and device.
+        models: the user's models, and a LeafTensor for each of the user's tensors.
+        session: the mixed precision of the block.
+        options: the options of the block.
+        build_engine: builds the engine of a model. It is a collective, so that all ranks call it
+            in the order of `models`.
 
     Attributes:
-        averaging: weights the backward passes.
-        summary: logs one line with the first forward.
+        averaging: weights the losses of backward passes.
+        summary: logs one line at the first forward with gradients.
         first_step: compares the inputs of the ranks before the first optimizer step.
-        batch_losses: warns of a loss that compares samples, up to that step.
-        reducer: averages gradients over the ranks; None: there is one rank, or the block has not
-            begun.
-        verification: compares the copies of the ranks; None as for `reducer`.
-        is_over: whether the block has ended without an exception.
+        batch_losses: warns, up to the first optimizer step, of a loss that compares the samples of
+            a batch with each other.
+        reducer: averages gradients over the ranks; None: there is one rank, or the engines are not
+            built yet.
+        verification: compares the copies of the ranks; None: as for `reducer`.
+        is_over: whether the block has ended without an exception. A backward pass that comes later
+            is refused.
     """
 
     def __init__(
@@ -97,7 +102,8 @@ class Block:
         self.build_engine = build_engine
         self.averaging = Averaging(options.average, run=run, models=models)
         self.summary = StartupSummary(run)
-        # Models of an inner block may be called with equal inputs, such as features of all ranks.
+        # In a block inside another one, all ranks may pass the same inputs on purpose, such as
+        # gathered features. A warning of equal inputs would be wrong there.
         is_inner = bool(routed_models())
         self.first_step = FirstStep(models, is_over=run.world.world_size == 1 or is_inner)
         self.batch_losses = BatchLosses(run, adds_up=options.average != "ranks")
@@ -108,13 +114,17 @@ class Block:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Route the models to their engines in the context; they are plain models after it."""
+        """Build the engines and run the models by them in the context; a collective.
+
+        After the context, the models are plain models again.
+        """
         has_several_ranks = self.run.world.world_size > 1
         with contextlib.ExitStack() as stack:
             if self.run.device.type != "cpu":
                 stack.enter_context(packed_lengths_on_cpu())
             if has_several_ranks and self.run.config.wrap is None:
-                # Before engines are built: they give the models rank 0's values.
+                # Engines of a backend give the models rank 0's values. After that, nothing would
+                # show that the ranks had different values.
                 warn_if_trained_apart(self.models)
             for model in self.models:
                 model_in_block = ModelInBlock(self, model)
@@ -128,7 +138,11 @@ class Block:
 
     @contextlib.contextmanager
     def _averaging_over_ranks(self) -> Iterator[None]:
-        """Average the gradients of replicas; prove at steps and at the end that they are equal."""
+        """Average gradients in the context; check the steps in it, and the copies at its end.
+
+        A block of several ranks enters this when all engines are built: an engine says which
+        gradients the reducer averages.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(refusing_lost_weights(self.run.loader_weights))
             reducer = Reducer(self._reductions())
@@ -144,32 +158,40 @@ class Block:
 
     @property
     def warns_of_buffers(self) -> bool:
-        """Whether buffers that differ between the ranks are a surprise: nobody has chosen it."""
+        """Whether to warn of buffers that differ: not if the user has chosen how they are kept."""
         if self.options.buffers is not None:
             return False
-        # An option of the backends that keep replicas; the others have none that could differ.
+        # With broadcast_buffers=False, the user has asked for buffers that differ. A backend
+        # without this option keeps no copies whose buffers could differ.
         keeps_alike: bool = getattr(self.run.config.backend, "broadcast_buffers", True)
         return keeps_alike
 
     def loss_weight(self) -> Weight:
-        """Return the weight of this rank's latest loss in the mean over the ranks."""
+        """Return the weight of this rank's latest loss in the mean over the ranks.
+
+        Verification averages the loss of a closure with this weight.
+        """
         return self.averaging.loss_weight()
 
     def before_first_step(self) -> None:
-        """Do the checks that end with the first optimizer step; a collective.
+        """End the checks that last until the first optimizer step; a collective.
 
-        The check of losses that compare samples ends, unless the step has a closure. The ranks
-        compare the inputs of their forwards, and how many targets their losses average over.
+        Verification calls this before that step. The ranks compare the inputs of their forwards,
+        and the numbers of targets over which their losses average. The check of losses that compare
+        samples ends; if the step has a closure, it ends with the closure's first backward pass.
         """
         self.batch_losses.before_first_step()
         self.first_step.compare(self.averaging.end_first_step())
 
     def replicas(self) -> list[nn.Module]:
-        """Return what each rank holds a copy of; some engines know it after the first forward."""
+        """Return the modules of which each rank holds a copy, which Verification compares.
+
+        The result may change: backend="auto" chooses its engine at the first forward.
+        """
         return [model.replicas for model in self._models_in_block if model.engine.is_replica]
 
     def _reductions(self) -> list[tuple[nn.Module, Reduction]]:
-        """Return the replicas whose gradients the reducer averages, with the way of each."""
+        """Return (replicas, reduction) of each model whose gradients the reducer averages."""
         reductions = []
         for model_in_block in self._models_in_block:
             reduction = model_in_block.engine.reduction
@@ -178,7 +200,11 @@ class Block:
         return reductions
 
     def refresh(self) -> None:
-        """Follow parameters that were added or replaced."""
+        """Hook the present parameters of the models, and tell them to the session.
+
+        ModelInBlock calls this when the user has added or replaced parameters, or an engine was
+        chosen. Without it, the gradients of new parameters would not be averaged.
+        """
         if self.reducer is not None:
             self.reducer.refresh(self._reductions())
         self.session.bind(self.models)

@@ -1,12 +1,13 @@
-"""ModelContext: what `parallel_model` returns. `start` begins its block without a `with`.
+"""ModelContext, which `parallel_model` returns: `with` or `start()` begins its block.
 
     with parallel_model(model):         __enter__ ... __exit__
-    parallel_model(model).start()       __enter__ ... __exit__ at the first of
+    parallel_model(model).start()       __enter__ ... __exit__ at the first of these:
                                             stop()
                                             the end of the decorated function
-                                            the end of the process, in a script without one
+                                            the end of the process, without a decorated function
 
-A context that is neither entered nor started has changed nothing: its use as a model is refused.
+Before `with` or `start()`, the models are unchanged. A user who forgets both would train without
+other ranks, so that this object refuses to be used as a model.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ M = TypeVar("M")
 
 
 class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
-    """Block in which models run in parallel.
-
-    `with parallel_model(model):`, or `parallel_model(model).start()`.
+    """A block in which models run in parallel. It may begin several times, one after another.
 
     Args:
         begin: returns the context manager of a new block, which yields the model, or a tuple of
@@ -41,14 +40,14 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
 
     def __init__(self, begin: Callable[[], contextlib.AbstractContextManager[M]]) -> None:
         self._begin = begin
-        # Those that go on. The same object may be entered again after its block.
-        self._blocks: list[contextlib.AbstractContextManager[M]] = []
+        # The blocks that have begun and not ended, the latest one last.
+        self._open_blocks: list[contextlib.AbstractContextManager[M]] = []
 
     def __enter__(self) -> M:
         """Begin the block; return the model, or a tuple of the models."""
         block = self._begin()
         models = block.__enter__()
-        self._blocks.append(block)
+        self._open_blocks.append(block)
         surroundings().script.open_blocks.append(self)
         return models
 
@@ -61,11 +60,13 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         """End the block; the models are plain models again."""
         surroundings().script.open_blocks.remove(self)
         if error is None and is_interrupted():
-            # Ranks have made different numbers of steps: the end of the block waits for no rank.
+            # Ctrl-C stops the ranks at different steps, and the user's code may have caught it. As
+            # after any exception, the end of the block then waits for no rank.
             error_type, error = KeyboardInterrupt, KeyboardInterrupt()
-        is_suppressed = self._blocks.pop().__exit__(error_type, error, traceback)
+        is_suppressed = self._open_blocks.pop().__exit__(error_type, error, traceback)
         if context.active() is None:
-            # In a script without a decorated function, which would fold it.
+            # A decorated function removes this package's frames from the traceback of an error. In
+            # a script without such a function, this is the last place to do so.
             folded_traceback.__exit__(error_type, error, traceback)
         return is_suppressed
 
@@ -77,7 +78,8 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         Returns:
             The model, or a tuple of the models: the same objects.
         """
-        # Asked first: the block of a plain script activates a run of its own.
+        # This must come before `__enter__`: without a run, the block activates one of its own,
+        # whose end no decorated function marks.
         run = context.active()
         models = self.__enter__()
         if run is None:
@@ -87,12 +89,13 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         return models
 
     def stop(self) -> None:
-        """End the block that `start` has begun; no-op if it has ended.
+        """End the block that `start` has begun; do nothing if it has ended.
 
         Raises:
-            ConfigError: a block that has begun later goes on.
+            ConfigError: a block that has begun later is still open. It has to end first, because
+                it restores the hooks and random states that it has found at its beginning.
         """
-        if self._blocks and surroundings().script.open_blocks[-1] is not self:
+        if self._open_blocks and surroundings().script.open_blocks[-1] is not self:
             raise ConfigError(
                 "stop() of a parallel_model block while one that has begun later goes on",
                 why="that block has taken over the random numbers and hooks of this one",
@@ -102,8 +105,12 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         self._end(None, None, None)
 
     def _end_at_exit(self) -> None:
-        """End the block with the process, by the exception that ends the script, if one does."""
-        # Other ranks do not end by it, so that the end of the block may not wait for them.
+        """End the block with the process, with the exception that ends the script, if there is one.
+
+        After an exception of this rank, the other ranks may never come to the end of their blocks,
+        so that the end of this block must not wait for them.
+        """
+        # The interpreter sets `last_value` to an exception that nobody has caught.
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end(None, None, None)
@@ -116,26 +123,34 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """End the block as often as it has begun; no-op if it has ended."""
-        while self._blocks:
+        """End all open blocks of this object, the latest one first."""
+        while self._open_blocks:
             self.__exit__(error_type, error, traceback)
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        """Refuse the use as a model."""
+        """Refuse a call, as of a model."""
         self._refuse("is called")
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse the use as a model."""
+        """Refuse to read an attribute, as of a model.
+
+        Python and libraries look for special methods, such as `__deepcopy__`, and expect an
+        AttributeError.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse(f"has no attribute {name!r}")
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuse the use as a tuple of models."""
+        """Refuse to be unpacked, as a tuple of models."""
         self._refuse("is unpacked")
 
     def _refuse(self, use: str) -> NoReturn:
-        """Refuse a use of this object as the model: `with` or `.start()` was forgotten."""
+        """Raise the error for a forgotten `with` or `.start()`.
+
+        Args:
+            use: what the user has done, to stand after "parallel_model(...)".
+        """
         raise ConfigError(
             f"parallel_model(...) {use}",
             why="it is a context manager, and not the model",
@@ -145,9 +160,9 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
 
 
 def model_context(function: Callable[P, Iterator[M]]) -> Callable[P, ModelContext[M]]:
-    """Decorate a generator function, as contextlib.contextmanager does.
+    """Decorate `parallel_model`, as contextlib.contextmanager does.
 
-    Calls return a ModelContext, which can also be started without a `with`.
+    A call returns a ModelContext, which has `start` and `stop`, too.
     """
     begin = contextlib.contextmanager(function)
 

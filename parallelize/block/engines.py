@@ -1,4 +1,11 @@
-"""The engine of each model of a block: the backend's, that of the user's `wrap=`, or a tensor's."""
+"""The engine of each model of a block, of one of three kinds.
+
+    the backend's engine    of a module
+    _WrapEngine             of a module, if the user has set `wrap=`
+    _TensorEngine           of a tensor that is trained beside the models
+
+An engine is built at the entry of the block, and closed at its end.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +34,21 @@ def build_engine(
     restore: bool,
     average: Average,
 ) -> Engine:
-    """Build the engine of a model; it is a collective, since engines begin with rank 0's values.
+    """Build the engine of a model at the entry of a block.
+
+    It is a collective: the ranks compare the structure of the model, and get rank 0's values.
 
     Args:
         inner: calls the user's forward.
-        run: runtime of this process, with the backend and `wrap=`.
-        parts: what the models of the block share under `logical=`.
+        run: the run in this process, with the backend and `wrap=`.
+        parts: what the models of the block share under `logical=`; None without `logical=`.
         restore: whether sharded parameters become full ones at the end of the block.
         average: how gradients of the ranks are averaged.
 
     Raises:
-        ConfigError: the backend does not support the model, or `average` what `wrap=` returns.
-        SyncError: the model differs between the ranks.
+        ConfigError: the backend does not support the model, or the module of `wrap=` does not
+            support `average`.
+        SyncError: the model's structure differs between the ranks.
     """
     if run.world.world_size > 1:
         require_same_model(inner.model)
@@ -61,7 +71,10 @@ def build_engine(
 
 
 class _TensorEngine(LocalEngine):
-    """Engine of a tensor that is trained beside the models, under any backend."""
+    """Engine of a tensor that is trained beside the models.
+
+    Under any backend, each rank holds the whole tensor, and the reducer averages its gradients.
+    """
 
     def __init__(self, inner: Inner, run: Runtime) -> None:
         super().__init__(inner)
@@ -71,10 +84,12 @@ class _TensorEngine(LocalEngine):
 
 
 class _WrapEngine(LocalEngine):
-    """Engine of a module that the user's `wrap` returns, which averages gradients by itself.
+    """Engine of a module that the user's `wrap=` returns, which averages gradients by itself.
 
-    A DistributedDataParallel is known to keep replicas, which are compared at the end of the block;
-    those of another module are if `verify_every` asks for it.
+    Args:
+        module: the module that `wrap=` has returned.
+        local: calls the user's forward without other ranks, so that one rank may evaluate.
+        is_verified: whether the user asks, by `verify_every=`, to compare the copies of the ranks.
     """
 
     local: nn.Module
@@ -87,6 +102,8 @@ class _WrapEngine(LocalEngine):
     @property
     @override
     def is_replica(self) -> bool:
+        # A module of another class than torch's DistributedDataParallel may shard its parameters.
+        # Copies of such a module are compared only if the user asks for it.
         return self._is_verified or isinstance(self.module, DistributedDataParallel)
 
     @override
@@ -101,10 +118,11 @@ class _WrapEngine(LocalEngine):
     def close(self, *, failed: bool) -> None:
         if not isinstance(self.module, DistributedDataParallel):
             return
-        # This reducer is torch's own. Its hooks on the AccumulateGrad nodes stay until the reducer
-        # is freed (torch/csrc/distributed/c10d/reducer.cpp). Until then they would average the
-        # gradients of a model that is in no block.
+        # `reducer` is torch's object, which averages the gradients of DistributedDataParallel. Its
+        # hooks on the AccumulateGrad nodes stay until it is freed
+        # (torch/csrc/distributed/c10d/reducer.cpp). Until then they would average the gradients of
+        # a model that is in no block.
         self.module.reducer._remove_autograd_hooks()
-        # After an exception there is no collective, because other ranks may not come to it.
+        # After an exception, other ranks may never come to a collective.
         if not failed and self.module.broadcast_buffers:
             broadcast_from_rank_0(list(all_buffers(self.local)))

@@ -1,15 +1,15 @@
-"""One model of a block on the way of its calls: from the user's call to the engine, and back.
+"""A model in a block: what happens between the user's call of the model and the engine.
 
     model(x)                the method that the Route has set on the model
     └── _call               moves the inputs to the device
         ├── _before_forward with gradients: the first forward chooses the engine and logs a line;
-        │                   changes of the model are followed; ranks that iterate different data
-        │                   are told
-        ├── the engine      the user's forward
-        └── _after_forward  with gradients: marks the outputs in the graph
+        │                   parameters that the user has added are hooked; a rank that iterates
+        │                   other data than the first rank raises
+        ├── the engine      runs the user's forward
+        └── _after_forward  with gradients: marks the outputs in the autograd graph
 
-Without gradients nothing here waits for another rank, though fsdp's engine does: one rank may
-evaluate alone.
+Without gradients, this file waits for no other rank, so that one rank may evaluate alone. The
+engine of fsdp does wait.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     from parallelize.block.block import Block
 
 _NAMED_CHANGES = 3
-"""Most names in the error about a model that has changed."""
+"""The error about a model that has changed names at most this many changes."""
 
 
 class ModelInBlock:
-    """A model of a block, with its engine. It is the `RoutedModel` that other rooms ask.
+    """A model of a block, with its engine.
+
+    `route_of(model).owner` is this object. Other folders know it as a `RoutedModel`.
 
     Args:
         block: the block.
@@ -59,7 +61,8 @@ class ModelInBlock:
         # Names of submodules and parameters that were added or replaced since the latest forward.
         self._changes: list[str] = []
         self._forwards = 0
-        # Those of the active run: a block with options of its own has another Runtime.
+        # Loaders add checks to the active run. A block with options of its own has another Runtime,
+        # in which these checks would be missing.
         self._pending_checks = current().state.pending_checks
         self._number = _number_of_model(block.run)
         self._input_device: torch.device | None = None
@@ -73,22 +76,22 @@ class ModelInBlock:
 
     @property
     def engine(self) -> Engine:
-        """What runs the model."""
+        """The engine that runs the model."""
         return self._engine
 
     @property
     def replicas(self) -> nn.Module:
-        """What each rank holds a copy of."""
+        """The module of which each rank holds a copy: the model, unless the engine has another."""
         return self._engine.replicas or self.inner.model
 
     @property
     def verification(self) -> Verification | None:
-        """The checks of the block; None: it is of one rank."""
+        """The comparisons of the ranks in the block; None: there is one rank."""
         return self._block.verification
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Route calls of the model inside the context, and close its engine at the end."""
+        """Route the calls of the model in the context, and close the engine at its end."""
         inner = self.inner
         route = Route(
             inner.model,
@@ -110,18 +113,20 @@ class ModelInBlock:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward leaves gradients local."""
+        # Either the block's reducer averages the gradients of the model, or the engine does.
         reducer = self._block.reducer
         if reducer is not None and self._engine.reduction is not None:
             return reducer.no_sync(self.replicas)
         return self._engine.no_sync()
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:
-        """Run a method of the model by the engine; called by the route."""
-        self.inner.__dict__["method"] = method  # nn.Module.__setattr__ is slow
+        """Run a method of the model by the engine; the Route calls this for the user's calls."""
+        # This sets the attribute `method` without nn.Module.__setattr__, which is slow.
+        self.inner.__dict__["method"] = method
         if self._input_device is not None:
             args, kwargs = replace_leaves(self._on_input_device, (args, kwargs))
         if not torch.is_grad_enabled():
-            # A rank may evaluate alone, so that nothing here waits for other ranks.
+            # A rank may evaluate alone: nothing on this path may wait for other ranks.
             return self.session.route(self._engine.local, *args, **kwargs)
         self._before_forward((args, kwargs))
         output = self.session.route(self._engine.module, *args, **kwargs)
@@ -129,14 +134,17 @@ class ModelInBlock:
         return output
 
     def _on_input_device(self, leaf: Any) -> Any:
-        """Return a tensor of the inputs on the device; any other value as it is."""
+        """Return a tensor of the inputs on the device; return any other value as it is."""
         device: Any = self._input_device
         if isinstance(leaf, (torch.Tensor, PackedSequence)):
             return leaf.to(device, non_blocking=True)
         return leaf
 
     def _before_forward(self, inputs: Any) -> None:
-        """Do what a forward with gradients needs: all ranks make it together."""
+        """Prepare a forward with gradients.
+
+        All ranks make these forwards together, so that the steps below may be collectives.
+        """
         block = self._block
         if not block.first_step.is_over:
             block.first_step.add(inputs)
@@ -151,18 +159,19 @@ class ModelInBlock:
             run_checks(self._pending_checks, f"{self._number}/{self._forwards}")
 
     def _choose_engine(self, inputs: Any) -> None:
-        """Let the engine choose how to run the model, by the inputs of the first forward."""
+        """Let the engine of backend="auto" choose how to run the model, at the first forward."""
         if self._block.reducer is not None:
-            # An engine that shards parameters would take over the reducer's hooks with them.
+            # The reducer has hooks on the parameters. An engine that shards the parameters would
+            # keep these hooks. `refresh` sets new ones, if the chosen engine needs the reducer.
             self._block.reducer.close()
         self._engine.choose(inputs)
         self._block.refresh()
 
     def _after_forward(self, output: Any, inputs: Any) -> None:
-        """Mark the outputs in the graph, and watch the backward passes that go through them.
+        """Mark the outputs in the autograd graph, and watch backward passes through them.
 
-        The averaging and the session search graphs for these marks. The outputs are marked once,
-        for whichever of the two needs it.
+        A mark tells whether a loss comes from the models of this block. The averaging and the
+        session of fp16 search the graphs of losses for marks. Each of them is an owner of marks.
         """
         averaging, batch_losses = self._block.averaging, self._block.batch_losses
         owner_of_session = self.session.mark_owner
@@ -171,10 +180,11 @@ class ModelInBlock:
             owners.append(averaging)
         if owner_of_session is not None:
             owners.append(owner_of_session)
-        # On one rank, nothing but marks needs the nodes of the outputs.
+        # The nodes of the outputs are needed for marks, and for the checks of several ranks.
         if not owners and self._block.run.world.world_size == 1:
             return
-        # Function modes, such as the user's or amp's, have nothing to do with these tensors.
+        # Function modes, such as the user's, would see the operations of `mark_outputs`, which are
+        # not part of the user's program.
         with torch._C.DisableTorchFunction():
             nodes = mark_outputs(output, inputs=inputs, owners=owners)
         if owner_of_session is not None:
@@ -186,9 +196,10 @@ class ModelInBlock:
                 node.register_prehook(self._refuse_after_block)
 
     def _refuse_after_block(self, _gradients: Any) -> None:
-        """Refuse a backward pass through an output of the block when the block has ended.
+        """Refuse a backward pass after the block through an output that was computed in the block.
 
-        A pass that only differentiates for other tensors is no training.
+        It is a hook on the nodes of the outputs, and is called when a pass reaches them. A pass
+        that accumulates no gradient in a parameter, as for the gradient of an input, may go on.
 
         Raises:
             SyncError: the pass would train the model with gradients that nobody averages.
@@ -207,26 +218,31 @@ class ModelInBlock:
                 )
 
     def _on_registered(self, module: nn.Module, name: str, value: Any) -> None:
-        """Note a submodule or parameter that is about to be added or replaced in the model.
+        """Note a submodule or parameter that the user is about to set in the model.
 
-        Most calls are of other modules: torch tells of every module of the process.
+        torch calls this for every module of the process, before it sets the value.
         """
         if not self._has_part(module) or getattr(module, name, None) is value:
             return
         is_new = isinstance(value, nn.Module) or name not in module._parameters
-        # An engine that shards or places parameters sets other ones by itself.
+        # An engine that does not keep the user's parameters, such as fsdp's, replaces parameters
+        # itself. These replacements are no changes by the user.
         if is_new or self._engine.keeps_parameters:
             self._changes.append(name)
 
     def _has_part(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or a part of it; modules may compare as they like."""
+        """Whether a module is the model, or a part of the model."""
+        # Not by `in`: a class may override `__eq__`.
         return any(part is module for part in self.inner.model.modules())
 
     def _follow_changes(self) -> None:
-        """Let all ranks get parameters that were added or replaced from rank 0, and hook them.
+        """Broadcast and hook the parameters that the user has added or replaced; a collective.
+
+        Without this, each rank would train its own values of such a parameter.
 
         Raises:
-            SyncError: the engine has sharded or placed the parameters that the model had.
+            SyncError: the engine has sharded the parameters, or placed them on devices, at the
+                entry of the block. It cannot do so for new parameters.
         """
         model = self.inner.model
         if not self._engine.keeps_parameters:
@@ -241,14 +257,21 @@ class ModelInBlock:
         model.to(self._block.run.device)
         if self._block.reducer is not None and self._engine.reduction is not None:
             require_same_model(model)
+            # The reducer has a slot for each parameter that was in the model before.
             slots = self._block.reducer.slots
-            broadcast_from_rank_0([each for each in all_parameters(model) if id(each) not in slots])
+            new_parameters = [
+                parameter for parameter in all_parameters(model) if id(parameter) not in slots
+            ]
+            broadcast_from_rank_0(new_parameters)
         self._engine.refresh()
         self._block.refresh()
 
 
 def _inner_of(model: nn.Module, block: Block) -> Inner:
-    """Return the module that calls a model's methods as they are before the block."""
+    """Return the module around a model that an engine runs.
+
+    It calls the methods of the model as they are now, before the Route replaces them.
+    """
     original_methods = {}
     for name, method in methods_of(model, block.options.methods).items():
         original_methods[name] = traceable(method)
@@ -261,11 +284,12 @@ def _inner_of(model: nn.Module, block: Block) -> Inner:
 
 
 def _number_of_model(run: Runtime) -> int:
-    """Count the models that this rank has brought into blocks, in the store of the ranks.
+    """Return how many models this rank has had in blocks, with the new one.
 
-    All ranks bring their models in one order, so that a model has the same number on each. Sync
-    points have it in their names. The count is in the store, because these names are: another run
-    in the same process group may not use one again.
+    All ranks enter blocks in one order, so that a model has the same number on each rank. The names
+    of sync points (see agreement/rank_consistency.py) contain this number. They are keys in the
+    store of the process group, so that the count is there, too: a later run in the same group must
+    not use a name again.
     """
     if run.world.world_size == 1:
         return 0

@@ -1,4 +1,4 @@
-"""The models of a block, checked before any is changed; a leaf tensor is a model of its own."""
+"""The models that a block accepts. All are checked before the block changes any of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ from parallelize.torch_patches.module_tensors import (
 
 
 class LeafTensor(nn.Module):
-    """A model of one parameter: a tensor that is trained beside the models, as SAC's log_alpha."""
+    """A model around a leaf tensor that is trained beside the models, such as SAC's log_alpha.
+
+    It has no forward: it gets rank 0's value, and its gradient is averaged.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
-        # A leaf that need not be an nn.Parameter, which assignment would ask for.
+        # Not `self.tensor = tensor`: that registers nothing but an nn.Parameter, and the user's
+        # tensor must stay the object that the optimizer has.
         self._parameters["tensor"] = tensor  # type: ignore[assignment]  # see above
 
 
 def as_model(argument: Any) -> Any:
-    """Return an argument of parallel_model as a model; one that is not supported as it is."""
+    """Return an argument of parallel_model as a model: a leaf tensor in a LeafTensor.
+
+    Any other argument is returned as it is, for `check_models` to accept or to refuse.
+    """
     if isinstance(argument, torch.Tensor) and argument.is_leaf and argument.requires_grad:
         return LeafTensor(argument)
     return argument
@@ -38,10 +45,17 @@ def as_model(argument: Any) -> Any:
 def check_models(models: Sequence[Any], methods: Sequence[str], *, accepts_meta: bool) -> None:
     """Check that parallel_model supports every model, and that some model has each method.
 
+    Args:
+        models: the arguments of parallel_model, after `as_model`.
+        methods: the names that the user has passed as `methods=`.
+        accepts_meta: whether tensors may be on the meta device, because the backend initializes
+            them.
+
     Raises:
-        ConfigError: no model, a method that no model has, another object than an nn.Module, a model
-            that is or contains another one, a wrapped model, one without parameters, modules or
-            parameters that are also in another block, lazy parameters, meta or sharded tensors.
+        ConfigError: there is no model; or no model has a method of `methods`; or a model is not
+            supported: it is no nn.Module, is wrapped for parallel training, has no parameters, has
+            lazy, sharded or meta tensors, shares parts with a model of an open block, or is passed
+            twice or inside another model.
     """
     if not models:
         raise ConfigError(
@@ -60,7 +74,11 @@ def check_models(models: Sequence[Any], methods: Sequence[str], *, accepts_meta:
 
 
 def methods_of(model: nn.Module, methods: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Return a model's current "forward" and those of `methods` that it has, bound, by name."""
+    """Return the methods of a model that a block routes: name -> bound method.
+
+    They are "forward", and each of `methods` that the model has. A method that it lacks is one of
+    another model of the block.
+    """
     bound_methods = {}
     for name in ("forward", *methods):
         method = getattr(model, name, None)
@@ -107,7 +125,7 @@ def _check_tensor(tensor: torch.Tensor, name: str, *, accepts_meta: bool) -> Non
             fix="run one batch through the model before parallel_model: "
             "with torch.no_grad(): model(x)",
         )
-    # A DTensor, whose class takes half a second to import.
+    # A DTensor has this method. The import of its class, for isinstance, takes half a second.
     if hasattr(tensor, "full_tensor"):
         raise ConfigError(
             f"{name} is sharded over the ranks",
@@ -124,7 +142,7 @@ def _check_tensor(tensor: torch.Tensor, name: str, *, accepts_meta: bool) -> Non
 
 
 def _check_not_in_block(model: nn.Module) -> None:
-    """Refuse a model whose modules or parameters are in a block that goes on."""
+    """Refuse a model that shares modules or parameters with a model in an open block."""
     route = overlapping_route(model)
     if route is not None:
         raise ConfigError(
@@ -150,7 +168,7 @@ def _check_method(method: str, models: Sequence[nn.Module]) -> None:
 
 
 def _check_not_inside(model: nn.Module, models: Sequence[nn.Module]) -> None:
-    """Refuse a model that is passed twice, or that is a part of another one."""
+    """Refuse a model that is passed twice, or that is a submodule of another model."""
     for outer in models:
         for name, part in outer.named_modules():
             if part is model and name:
@@ -160,12 +178,13 @@ def _check_not_inside(model: nn.Module, models: Sequence[nn.Module]) -> None:
 
 
 def _refuse_overlap(model: nn.Module, models: Sequence[nn.Module], place: str) -> NoReturn:
-    """Refuse a model that the block would have twice.
+    """Raise the error for a model that the block would have twice.
 
     Args:
         model: the model.
         models: all models of the block.
-        place: where else the model is, to stand after "is", such as "encoder of Autoencoder".
+        place: where else the model is, to stand after "the Encoder is", such as "encoder of
+            Autoencoder".
     """
     names = ", ".join(type(argument).__name__ for argument in models)
     raise ConfigError(

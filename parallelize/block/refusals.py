@@ -1,4 +1,4 @@
-"""Options of a block that contradict each other, or its models: refused before any is changed."""
+"""Refuses options of a block that contradict each other, or that its models do not support."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def refuse_contradictions(
 ) -> None:
     """Refuse options that do not support each other, or the models.
 
+    parallel_model calls this before it changes a model.
+
     Args:
-        run: runtime of this process, with the options of the run.
-        models: those of the block.
+        run: the run in this process, with the options of the run.
+        models: the models of the block.
         average: how gradients of the ranks are averaged.
-        buffers: whose floating buffers all ranks get; None: not chosen.
+        buffers: the user's `buffers=`; None: the user has not chosen.
 
     Raises:
         ConfigError: two options, or an option and a model, contradict each other.
@@ -55,6 +57,7 @@ def _refuse_apex(run: Runtime, average: Average) -> None:
 
 
 def _refuse_for_logical(run: Runtime, models: Sequence[nn.Module], average: Average) -> None:
+    """Refuse, under `logical=`, gradients that cannot be divided into parts of a batch."""
     if not run.config.logical:
         return
     if average != "ranks":
@@ -72,15 +75,16 @@ def _refuse_for_logical(run: Runtime, models: Sequence[nn.Module], average: Aver
 
 
 def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
-    """Refuse parameters that several models have, where each model shards or casts its own."""
+    """Refuse a parameter that two models share, if each model shards or casts its parameters."""
     option = _option_per_model(run)
     if option is None:
         return
+    # id of a parameter -> the first model that has it, and the parameter's name there
     first_owners: dict[int, tuple[nn.Module, str]] = {}
     for model in models:
         for name, parameter in all_named_parameters(model):
-            described = (model, f"{name} of {type(model).__name__}")
-            owner, text = first_owners.setdefault(id(parameter), described)
+            model_and_name = (model, f"{name} of {type(model).__name__}")
+            owner, text = first_owners.setdefault(id(parameter), model_and_name)
             if owner is not model:
                 raise ConfigError(
                     f"{text}, which another model of the block shares, with {option}",
@@ -91,7 +95,7 @@ def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
 
 
 def _option_per_model(run: Runtime) -> str | None:
-    """Return an option by which each model shards or casts its own parameters, or None."""
+    """Return the text of an option by which each model shards or casts its parameters, or None."""
     backend = run.config.backend
     if backend.shards_gradients and run.world.world_size > 1:
         return f"backend={backend.name!r}"

@@ -1,9 +1,10 @@
-"""The run of a block: that of the surrounding function, or one for this block alone.
+"""The run of a block: the active run, or a new run for this block alone.
 
-    a decorated function                            its run
-    ... and options of the block                    the same processes and devices, other options
-    torchrun or srun, without a decorated function  the processes that were started
-    a plain script                                  one process, on one device or on several (dp)
+    where the block is                              its run
+    a decorated function, or another block          the active run
+        and the block has options of its own        its processes and devices, with these options
+    torchrun or srun, without a decorated function  a new one of the processes that were started
+    a plain script                                  a new one of one process
 
 The processes and devices of a run never change inside it.
 """
@@ -33,12 +34,14 @@ def run_of_block(
 ) -> contextlib.AbstractContextManager[Runtime]:
     """Return a context that yields the Runtime of a block.
 
+    Without an active run, the new run is active, and has a process group, in the context only.
+
     Args:
-        options: options of `distributed` that the block has.
-        environ: variables of this process.
+        options: options of `distributed` that the user has passed to parallel_model.
+        environ: environment variables of this process.
 
     Raises:
-        ConfigError: the options are invalid, or do not fit the processes that are there.
+        ConfigError: the options are invalid, or would need other processes or devices.
     """
     outer = context.active()
     if outer is None:
@@ -50,15 +53,19 @@ def run_of_block(
 
 @contextlib.contextmanager
 def _activated(run: Runtime) -> Iterator[Runtime]:
+    """Make a new run the active one in the context, as a worker does for a decorated function."""
     with context.activate(run), warn_if_unsynced(run.state):
         yield run
 
 
 def _new_run(options: dict[str, Any], environ: Mapping[str, str]) -> Runtime:
-    """Return a Runtime for the processes that a launcher has started, or for this one alone."""
+    """Return the Runtime of a new run, and seed the generators if the run has a seed.
+
+    The run has the processes that a launcher has started, or this process alone.
+    """
     world, hardware = detect(environ), probe()
     if "backend" not in options:
-        # One process that sees several GPUs splits batches over them, as torch's DataParallel.
+        # One process that sees several GPUs uses all of them: "dp" splits batches over devices.
         is_alone_with_gpus = world is None and hardware.count > 1
         default = "dp" if is_alone_with_gpus else "ddp"
         options = {**options, "backend": default}
@@ -79,7 +86,10 @@ def _new_run(options: dict[str, Any], environ: Mapping[str, str]) -> Runtime:
 
 
 def _changed_run(outer: Runtime, options: dict[str, Any]) -> Runtime:
-    """Return a Runtime with options of one block, on the processes and devices of the outer run."""
+    """Return a Runtime with the options of one block, for the processes of the outer run.
+
+    It is not active: loaders and warnings go on with the state of the outer run.
+    """
     config = outer.config.changed(**options)
     layout = compute_layout(config, probe(), outer.world)
     has_other_parts = config.logical != outer.config.logical
@@ -94,7 +104,7 @@ def _changed_run(outer: Runtime, options: dict[str, Any]) -> Runtime:
             fix="set these options where the run starts: in @distributed(...), or in the outer "
             "parallel_model",
         )
-    # Without a seed of the block, the run has seeded its generators.
+    # A seed of the outer run has seeded the generators already.
     if "seed" in options and config.seed is not None:
         seed_generators(config.seed)
     return Runtime(outer.world, layout, loader_weights=outer.loader_weights)
