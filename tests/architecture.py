@@ -120,7 +120,7 @@ ROOMS: Mapping[str, int] = {
     "plugins": 3_248,
     "precision": 6_829,
     "run": 9_983,
-    "torch_patches": 7_526,
+    "torch_patches": 7_535,
     "worker": 4_371,
 }
 

@@ -1,4 +1,4 @@
-"""Settings of torch that decide which bits its kernels compute."""
+"""Settings of torch that decide how its kernels round, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 def use_full_fp32() -> None:
     """Compute products of matrices in full fp32, for the rest of this process.
 
-    TF32 and sums in half precision round differently in products of other sizes, so that the same
-    samples in batches of another size would seem to train something else. They are not restored:
-    torch refuses to read some of them where the user's code has set the newer `fp32_precision`.
+    `train.compare` calls this. TF32, and sums in half precision, round differently in products of
+    other sizes. Runs with the same samples in batches of another size would then seem to differ.
+
+    The settings are not restored, because torch raises an error when some of them are read after
+    the user's code has set the newer `fp32_precision`.
     """
     torch.set_float32_matmul_precision("highest")
     matmul = torch.backends.cuda.matmul
@@ -25,13 +27,14 @@ def use_full_fp32() -> None:
 
 @contextlib.contextmanager
 def deterministic_kernels(threads: int) -> Iterator[None]:
-    """In the context, compute the same bits each time, by deterministic kernels.
+    """In the context, let the same operations compute the same bits each time, for `logical=`.
 
-    torch warns by name of kernels that have no deterministic variant, or raises an error if the
-    user's code has asked for one.
+    If a kernel has no deterministic variant, torch warns with its name. torch raises an error
+    instead if the user's code has turned on deterministic algorithms with errors.
 
     Args:
-        threads: of the CPU's kernels, which cut sums by this number; at most those of before.
+        threads: the greatest number of threads of the CPU's kernels. A kernel adds up one part of a
+            sum in each thread, so that this number decides how sums are rounded.
     """
     memory: Any = torch.utils.deterministic
     cudnn = torch.backends.cudnn

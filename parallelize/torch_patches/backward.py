@@ -2,15 +2,17 @@
 
     loss.backward()
     └── BEGIN              sees the pass as the user has called it, or refuses it
-        └── WEIGH              starts the pass from the weight of its targets or its sum
-            └── WEIGH_BATCH        ... else from that of its batch, which may be short
-                └── SCALE              ... times the loss scale; unscales the gradients at its end
-                    └── REDUCE             averages the gradients over the ranks when it has ended
-                        └── RECORD             keeps the value of the loss, for train.compare
+        └── WEIGH              average="sum", "tokens": multiplies the loss by its weight
+            └── WEIGH_BATCH        multiplies a loss without a weight by that of its batch
+                └── SCALE              fp16: multiplies the loss by the loss scale, and divides the
+                    │                  gradients by it after the pass
+                    └── REDUCE             averages the gradients over the ranks
+                        └── RECORD             reads the loss: train.compare keeps its value, and
+                            │                  `logical=` looks for what has no parts in its graph
                             └── torch's own backward
 
-A pass inside another one belongs to that one: a reentrant checkpoint makes such passes, and torch
-for a subclass of Tensor.
+The subscribers do not see a pass that starts inside another pass: its gradients are part of the
+outer pass. A reentrant checkpoint starts such passes, and so does torch for subclasses of Tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ Roots = tuple[Root, ...]
 
 
 class Order(enum.IntEnum):
-    """When a subscriber runs: lower ones around higher ones, and those of one place as entered."""
+    """The place of a subscriber: one with a lower number runs around those with a higher one.
+
+    Of two subscribers with one place, that which was entered first runs around the other.
+    """
 
     BEGIN = 0
     WEIGH = 1
@@ -50,10 +55,10 @@ class Pass:
     """A backward pass that the user has called.
 
     Args:
-        roots: the tensors from which it starts.
-        gradients: the gradients there; None: 1.
+        roots: the tensors from which it starts, such as the loss.
+        gradients: the gradients of the roots, one tensor or several; None: 1.
         options: retain_graph, create_graph and inputs of torch.autograd.backward.
-        is_weighted: whether a subscriber has weighted the loss.
+        is_weighted: whether a subscriber has multiplied the loss by a weight. Only one may.
     """
 
     roots: Roots
@@ -63,15 +68,15 @@ class Pass:
 
 
 Run = Callable[[Pass], None]
-"""Goes on with a pass: the subscribers that are left, then torch."""
+"""Runs the rest of a pass: the subscribers that come later, and torch inside them."""
 Subscriber = Callable[[Pass, Run], None]
 
 
 class _ThreadState(threading.local):
-    """What this thread does.
+    """What this thread is doing.
 
     Attributes:
-        is_in_pass: whether it is in a pass that the subscribers see.
+        is_in_pass: whether the subscribers, or torch inside them, run in this thread.
     """
 
     is_in_pass = False
@@ -85,7 +90,7 @@ _replacement = contextlib.ExitStack()
 
 
 def _backward_with_subscribers(original: Callable[..., None]) -> Callable[..., None]:
-    """Build the function that stands for torch.autograd.backward."""
+    """Build the function that replaces torch.autograd.backward while there are subscribers."""
 
     @functools.wraps(original)
     def backward(  # noqa: PLR0917  # torch's own signature
@@ -99,16 +104,18 @@ def _backward_with_subscribers(original: Callable[..., None]) -> Callable[..., N
         options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
         options["inputs"] = None
         if inputs is not None:
-            # Torch reads a generator once, and subscribers read the inputs before it does.
+            # The inputs may be a generator, which can be read only once. Subscribers read the
+            # inputs before torch does.
             options["inputs"] = as_roots(inputs)
         is_nested = _thread.is_in_pass or is_in_backward()
-        # Torch's error for both names of one argument is better than ours would be.
+        # `grad_variables` is the deprecated name of `grad_tensors`. A call with both goes to torch,
+        # which raises a clear error.
         is_refused = grad_tensors is not None and grad_variables is not None
         if is_refused or is_nested or not _subscribers:
             original(tensors, grad_tensors, grad_variables=grad_variables, **options)
             return
         gradients = grad_tensors
-        if grad_variables is not None:  # the deprecated name
+        if grad_variables is not None:
             gradients = grad_variables
         _thread.is_in_pass = True
         try:
@@ -121,7 +128,7 @@ def _backward_with_subscribers(original: Callable[..., None]) -> Callable[..., N
 
 def _run_subscribers(original: Callable[..., None], first_pass: Pass) -> None:
     """Run a pass through the subscribers, one inside the other, and torch inside the last."""
-    # One that a subscriber adds or removes meanwhile changes the next pass.
+    # A copy, because a subscriber may add or remove subscribers: that counts from the next pass on.
     subscribers = tuple(subscriber for _, subscriber in _subscribers)
 
     def run_from(position: int, backward_pass: Pass) -> None:
@@ -135,11 +142,12 @@ def _run_subscribers(original: Callable[..., None], first_pass: Pass) -> None:
 
 @contextlib.contextmanager
 def subscribed(order: Order, subscriber: Subscriber) -> Iterator[None]:
-    """Call `subscriber(pass, run)` for the backward passes in the context; `run` goes on with one.
+    """Call `subscriber(backward_pass, run)` for each backward pass in the context.
 
     Args:
-        order: its place among the subscribers.
-        subscriber: calls `run` once, with the pass or a changed one.
+        order: the place of the subscriber.
+        subscriber: calls `run` once, with the pass or a changed pass, and may work before and after
+            that. If it raises before that, the pass is refused.
     """
     if not _subscribers:
         backward = _backward_with_subscribers(torch.autograd.backward)
@@ -161,15 +169,16 @@ def is_in_backward() -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Queue a callback for the end of the running backward pass, as DDP's reducer does.
+    """Let torch call a function when the running backward pass has computed all gradients.
 
-    Outside of a pass, torch raises an error.
+    Raises:
+        RuntimeError: no backward pass runs in this thread.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def as_roots(tensors: Any) -> Roots:
-    """Return the roots of a backward pass as a tuple: torch takes one root, or several."""
+    """Return an argument of torch.autograd, which may be one root or several, as a tuple."""
     if isinstance(tensors, (torch.Tensor, GradientEdge)):
         return (tensors,)
     return tuple(tensors)

@@ -1,4 +1,8 @@
-"""The clipping functions of torch.nn.utils, called with other tensors than the user's."""
+"""The clipping functions of torch.nn.utils, called with other tensors than the user passes.
+
+Apex trains fp32 copies of a model's parameters, its masters. The user's code clips the gradients of
+the parameters, which the optimizer does not read.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,14 @@ _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 def clipping_instead(
     tensors_for: Callable[[Iterable[torch.Tensor]], list[torch.Tensor]],
 ) -> Iterator[None]:
-    """In the context, clip the gradients of other tensors.
+    """In the context, let the clipping functions clip the gradients of other tensors.
 
     Args:
-        tensors_for: returns those in whose gradients the optimizer steps, for those of the user.
+        tensors_for: gets the tensors that the user has passed, and returns the tensors whose
+            gradients the optimizer reads.
     """
     with contextlib.ExitStack() as replacements:
-        # `from torch.nn.utils import clip_grad` is as usual as `torch.nn.utils.clip_grad_norm_`.
+        # Users call torch.nn.utils.clip_grad_norm_, and torch.nn.utils.clip_grad.clip_grad_norm_.
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _FUNCTIONS:
                 clip = _clipping(getattr(module, name), tensors_for)
@@ -36,6 +41,8 @@ def _clipping(
     original: Callable[..., Any],
     tensors_for: Callable[[Iterable[torch.Tensor]], list[torch.Tensor]],
 ) -> Callable[..., Any]:
+    """Build the function that replaces a clipping function of torch."""
+
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters

@@ -1,4 +1,7 @@
-"""torch.compile compiles the user's model, and not the code of this package around it."""
+"""Let torch.compile compile the user's model, and not the code of this package around it.
+
+dynamo is the part of torch.compile that traces Python frames into graphs.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from typing import Any
 
 @functools.cache
 def exclude_package() -> None:
-    """Make dynamo skip every frame of this package, from now on.
+    """Let dynamo skip every frame of this package, for the rest of this process.
 
-    A graph starts at the user's forward. The code between the compiled call and that forward calls
-    collectives, and replaces parameters by their casts: it would break the graph at each of them.
+    parallel_model calls this at the entry of a block. Between the user's call of a compiled model
+    and the user's forward, this package calls collectives and replaces parameters by their casts.
+    Each of these would break the graph.
     """
-    # The import takes a second. It is no loss here: the first optimizer or DDP imports it anyway.
+    # The import takes a second. A program that trains loses nothing: the first optimizer imports
+    # the module anyway.
     import torch._dynamo
 
     trace_rules: Any = torch._dynamo.trace_rules
@@ -23,10 +28,11 @@ def exclude_package() -> None:
 
 
 def traceable(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that a compiled model traces, also one of torch's own, as of nn.Sequential.
+    """Return a method of a model in a form that dynamo traces when this package calls it.
 
-    Dynamo skips frames of torch.nn unless a traced frame calls them. In a block, the frame that
-    calls them is this package's, which it skips: the model would not be compiled at all.
+    Dynamo skips a method of torch's own modules, such as nn.Sequential.forward, unless a traced
+    frame calls it. In a block, a frame of this package calls it, and dynamo skips that frame, too:
+    such a model would not be compiled at all. A method of the user is returned as it is.
     """
     from torch._dynamo import external_utils, trace_rules
 
@@ -34,6 +40,7 @@ def traceable(method: Callable[..., Any]) -> Callable[..., Any]:
     if function is None or not trace_rules.check(function):
         return method
     inlined: Any = external_utils.wrap_inline(function)
-    # Dynamo limits the number of graphs of a code object, which all models would share.
+    # Dynamo limits the number of graphs of one code object. All functions of `wrap_inline` have the
+    # same code object: with a copy, each model has a limit of its own.
     inlined.__code__ = inlined.__code__.replace()
     return types.MethodType(inlined, getattr(method, "__self__", None))

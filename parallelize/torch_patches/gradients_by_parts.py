@@ -1,14 +1,15 @@
-"""torch.autograd.grad with respect to tensors that were joined of parts.
+"""torch.autograd.grad with respect to tensors that were joined from parts.
 
-    part 0 ──> loss of part 0 ──┐
-      └─┐                       ├──> loss
-    part 1 ──> loss of part 1 ──┘
-      └─┴──> joined
+    latents 0 ──> images 0 ──┐
+      └─┐                    ├──> joined images ──> loss
+    latents 1 ──> images 1 ──┘
+      └─┴──> joined latents
 
-    grad(loss, joined)  =  cat([grad(loss, part 0), grad(loss, part 1)])
+    grad(loss, joined latents)  =  cat([grad(loss, latents 0), grad(loss, latents 1)])
 
-The loss is computed from the parts. Without this, torch finds no path to the joined tensor, which
-is what the user's code has, and raises.
+The balanced backend runs a model on parts of a batch, and joins its outputs. A forward that returns
+images and the latents behind them, as StyleGAN's does, computes the images of each part. The graph
+has no path from the loss to the joined latents, which the user's code has: torch would raise.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from parallelize.torch_patches.private import replace_attribute
 
 @dataclass(frozen=True)
 class Parts:
-    """The tensors of which one was joined.
+    """The parts of a joined tensor.
 
     Args:
-        dim: the dimension along which they lie one behind the other.
-        edges: where their gradients arrive.
+        dim: the dimension along which the parts were concatenated.
+        edges: for each part, the place in the autograd graph where its gradient arrives.
     """
 
     dim: int
@@ -41,10 +42,12 @@ class Parts:
 
 @contextlib.contextmanager
 def gradients_by_parts(parts_of: Callable[[Root], Parts | None]) -> Iterator[None]:
-    """In the context, let torch.autograd.grad join the gradients of the parts of its inputs.
+    """In the context, let torch.autograd.grad differentiate by the parts of its inputs.
+
+    It returns the concatenated gradients of the parts as the gradient of the joined tensor.
 
     Args:
-        parts_of: returns the parts of an input; None: it was not joined.
+        parts_of: returns the parts of an input; None: the input was not joined.
     """
     original = torch.autograd.grad
 
@@ -67,10 +70,16 @@ def gradients_by_parts(parts_of: Callable[[Root], Parts | None]) -> Iterator[Non
 
 
 def _joined(gradients: Iterator[Any], parts: Parts | None) -> Any:
-    """Take the gradients of one input's parts, and return its own; None: the loss has none."""
+    """Return the gradient of one input; None: the loss does not depend on the input.
+
+    Args:
+        gradients: the gradients of all parts of all inputs, of which those of this input are next.
+        parts: the parts of the input; None: the input was not joined.
+    """
     if parts is None:
         return next(gradients)
     gradients_of_parts = [next(gradients) for _ in parts.edges]
-    if any(gradient is None for gradient in gradients_of_parts):  # under allow_unused=True
+    # Under allow_unused=True, torch returns None for an input that the loss does not depend on.
+    if any(gradient is None for gradient in gradients_of_parts):
         return gradients_of_parts[0]
     return torch.cat(gradients_of_parts, parts.dim)

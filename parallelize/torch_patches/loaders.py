@@ -1,11 +1,12 @@
-"""What a block changes of DataLoader: who is told of its batches, and what its workers see.
+"""Changes of torch's DataLoader: a watcher is called in loops, and workers see other numbers.
 
-    for batch in loader:             DataLoader.__iter__    watcher.on_iter(loader, iterator)
-        loss.backward()              iterator.__next__      watcher.before_batch(iterator)
+    for batch in loader:
+        once, at the start       DataLoader.__iter__, then watcher.on_iter(loader, iterator)
+        before each batch        watcher.before_batch(iterator), then iterator.__next__
 
-The iterators are torch's own objects. `iter`, `next`, enumerate, zip, itertools and generators of
-the user all end in these two methods. A loader whose class replaces __iter__ and does not call
-torch's, as torchdata's StatefulDataLoader, is not watched.
+`iter`, `next`, enumerate, zip, itertools and the user's generators all end in these two methods of
+torch. A loader whose class replaces __iter__ and does not call torch's, such as torchdata's
+StatefulDataLoader, is not watched.
 """
 
 from __future__ import annotations
@@ -25,22 +26,30 @@ T = TypeVar("T")
 
 
 class LoaderWatcher(Protocol):
-    """Is called when a DataLoader is iterated."""
+    """An object that `watching_loaders` calls when any DataLoader is iterated."""
 
     def on_iter(self, loader: DataLoader[Any], iterator: Any) -> None:
-        """A loader has made an iterator, or has begun its persistent one anew; not if unwatched."""
+        """Called after a loop over a loader has begun, except in an `Unwatched` context.
+
+        A loader with persistent workers has the same iterator in each loop.
+        """
 
     def before_batch(self, iterator: Any) -> None:
-        """An iterator is asked for its next batch, of which it may have none; also if unwatched."""
+        """Called before an iterator returns its next batch, or has none left.
+
+        This is called in `Unwatched` contexts, too. A watcher that ignores these batches has to
+        look at `Unwatched.depth` itself.
+        """
 
 
 class Unwatched(threading.local):
-    """A context in which this thread reads loaders that no watcher is told about.
+    """A context in which this library itself reads loaders, which no watcher should notice.
 
-    It is of a thread, because a sharded loader may read ahead in another one.
+    The depth belongs to a thread: while one thread reads ahead for a sharded loader, the user's
+    thread may read other loaders.
 
     Attributes:
-        depth: number of such contexts that this thread is in.
+        depth: the number of these contexts around the code that this thread runs.
     """
 
     depth = 0
@@ -52,11 +61,11 @@ class Unwatched(threading.local):
         self.depth -= 1
 
     def batches(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches; the DataLoaders that are read for them are not watched."""
+        """Yield batches, and do not watch the DataLoaders that are read for them."""
         iterator = iter(batches)
         while True:
-            # Not while a batch is used: the loop may read other loaders. `with` takes twice as
-            # long.
+            # The context ends before the yield, because the user's loop may read other loaders
+            # while it uses a batch. This takes half the time of `with self`.
             self.depth += 1
             try:
                 batch = next(iterator)
@@ -69,27 +78,27 @@ class Unwatched(threading.local):
 
 @contextlib.contextmanager
 def watching_loaders(watcher: LoaderWatcher, unwatched: Unwatched) -> Iterator[None]:
-    """Tell a watcher of the DataLoaders that are iterated in the context.
+    """Call a watcher when any DataLoader is iterated in the context.
 
     Args:
-        watcher: is told.
-        unwatched: the context in which it is not told.
+        watcher: is called.
+        unwatched: the run's context in which `on_iter` is not called.
     """
-    begin = DataLoader.__iter__
-    draw = _BaseDataLoaderIter.__next__
+    original_iter = DataLoader.__iter__
+    original_next = _BaseDataLoaderIter.__next__
     before_batch = watcher.before_batch
 
-    @functools.wraps(begin)
+    @functools.wraps(original_iter)
     def watched_iter(loader: DataLoader[Any]) -> Any:
-        iterator = begin(loader)
+        iterator = original_iter(loader)
         if not unwatched.depth:
             watcher.on_iter(loader, iterator)
         return iterator
 
-    @functools.wraps(draw)
+    @functools.wraps(original_next)
     def watched_next(iterator: _BaseDataLoaderIter) -> Any:
         before_batch(iterator)
-        return draw(iterator)
+        return original_next(iterator)
 
     with (
         replace_attribute(DataLoader, "__iter__", watched_iter),
@@ -100,10 +109,14 @@ def watching_loaders(watcher: LoaderWatcher, unwatched: Unwatched) -> Iterator[N
 
 @contextlib.contextmanager
 def shown_worker_info(info: Any) -> Iterator[None]:
-    """Let torch.utils.data.get_worker_info() return `info` in the block.
+    """Let torch.utils.data.get_worker_info() return `info` in the context.
 
     Args:
-        info: an object with the attributes of torch's; None: the process is no worker.
+        info: an object with the attributes of torch's WorkerInfo; None: this process shall not look
+            like a worker of a DataLoader.
+
+    Raises:
+        ConfigError: this torch keeps its worker info elsewhere.
     """
     previous = get_worker_info()
     set_worker_info(info)
@@ -116,8 +129,14 @@ def shown_worker_info(info: Any) -> Iterator[None]:
 def set_worker_info(info: Any) -> None:
     """Let torch.utils.data.get_worker_info() return `info` from now on.
 
+    An iterable dataset reads the number of workers there, to read a part of its samples. With the
+    workers of all ranks in `info`, each rank reads another part.
+
+    Args:
+        info: as for `shown_worker_info`.
+
     Raises:
-        ConfigError: torch keeps its worker info elsewhere.
+        ConfigError: this torch keeps its worker info elsewhere.
     """
     torch_worker: Any = _utils.worker
     previous = torch_worker._worker_info

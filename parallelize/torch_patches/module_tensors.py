@@ -1,9 +1,9 @@
-"""The parameters and buffers of a module, as torch enumerates them, whatever the class overrides.
+"""All parameters and buffers of a module, also those that an override of its class leaves out.
 
-A class may override `parameters()` or `named_parameters()`: to return only what is trained, only
-the head's, or with other arguments. That is for the optimizer of its user. Averaging, broadcasts
-and comparisons would leave out what an override leaves out, in silence, so that this package asks
-these functions. torch's own `nn.Module.parameters` calls the override, too
+A user's class may override `parameters()` or `named_parameters()` for its optimizer, to return only
+the trained parameters, or to take other arguments. Averaging, broadcasts and comparisons need all
+tensors. This package therefore calls the functions below, and never a method of the module. Even
+`nn.Module.parameters(module)` calls an override of `named_parameters`
 (torch/nn/modules/module.py).
 """
 
@@ -37,17 +37,17 @@ def all_named_parameters(
 
     Args:
         module: the module.
-        remove_duplicate: whether a parameter that has several names comes once.
+        remove_duplicate: whether a parameter with several names is returned only with the first.
     """
     return nn.Module.named_parameters(module, remove_duplicate=remove_duplicate)
 
 
 def all_parameters(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """Return the parameters of a module, each once.
+    """Yield the parameters of a module, each once.
 
     Args:
         module: the module.
-        recurse: whether those of its submodules are among them.
+        recurse: whether to yield the parameters of its submodules, too.
     """
     for _, parameter in nn.Module.named_parameters(module, recurse=recurse):
         yield parameter
@@ -62,17 +62,17 @@ def all_named_buffers(
 
     Args:
         module: the module.
-        remove_duplicate: whether a buffer that has several names comes once.
+        remove_duplicate: whether a buffer with several names is returned only with the first.
     """
     return nn.Module.named_buffers(module, remove_duplicate=remove_duplicate)
 
 
 def all_buffers(module: nn.Module, *, recurse: bool = True) -> Iterator[torch.Tensor]:
-    """Return the buffers of a module, each once.
+    """Yield the buffers of a module, each once.
 
     Args:
         module: the module.
-        recurse: whether those of its submodules are among them.
+        recurse: whether to yield the buffers of its submodules, too.
     """
     for _, buffer in nn.Module.named_buffers(module, recurse=recurse):
         yield buffer
@@ -80,22 +80,23 @@ def all_buffers(module: nn.Module, *, recurse: bool = True) -> Iterator[torch.Te
 
 @contextlib.contextmanager
 def without_overrides(module: nn.Module) -> Iterator[None]:
-    """Let torch's code in the context enumerate all tensors of a module, too.
+    """In the context, replace overrides of `parameters` and the like, also for torch's own code.
 
-    fully_shard asks each module for `named_parameters(recurse=False)`, and shards what it gets. A
+    fully_shard calls `named_parameters(recurse=False)` of each module, and shards the result. A
     parameter that an override leaves out would be trained by each rank for itself.
 
     Args:
-        module: it and its submodules answer as torch's nn.Module does.
+        module: this module and its submodules get the methods of torch's nn.Module.
     """
+    # (attributes of an instance, name of a method, the attribute before; None: there was none)
     shadowed: list[tuple[dict[str, Any], str, Any]] = []
     for part in nn.Module.modules(module):
         for name in _ENUMERATING_METHODS:
-            own_method = getattr(nn.Module, name)
+            torch_method = getattr(nn.Module, name)
             attributes = vars(part)
-            if getattr(type(part), name) is not own_method or name in attributes:
+            if getattr(type(part), name) is not torch_method or name in attributes:
                 shadowed.append((attributes, name, attributes.get(name)))
-                attributes[name] = types.MethodType(own_method, part)
+                attributes[name] = types.MethodType(torch_method, part)
     try:
         yield
     finally:

@@ -1,11 +1,12 @@
-"""The pickles of torch's own collectives of Python objects are signed.
+"""Signs the pickles that torch's collectives of Python objects send.
 
-    all_gather_object(...)       also those of torch.distributed.checkpoint
-    ├── _object_to_tensor        32 bytes of an HMAC, then torch's pickle
-    └── _tensor_to_object        unpickles what has the HMAC of this run, and raises at all else
+    all_gather_object(...)       and the other collectives of objects, as in distributed.checkpoint
+    ├── _object_to_tensor        puts 32 bytes, an HMAC with the run's key, before the pickle
+    └── _tensor_to_object        unpickles only a message with the right HMAC, or raises
 
-torch unpickles whatever comes (distributed_c10d.py). Without this, a stranger who connects to the
-ranks as one of them runs code on the others.
+A pickle can run code when it is read, and torch reads every message that arrives
+(distributed_c10d.py). Without signatures, a stranger who connects to the ranks as one of them could
+run code on them.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ _MAC_BYTES = 32
 
 @contextlib.contextmanager
 def signed_objects(key: bytes) -> Iterator[None]:
-    """In the block, put an HMAC before each pickle that torch sends, and unpickle none without it.
+    """In the context, sign each pickle that torch sends, and verify each one that it receives.
+
+    All ranks have to be in such a context with the same key. Otherwise a collective of objects
+    raises a SyncError.
 
     Args:
-        key: of the run; all ranks of torch's collectives are in such a block, with the same key.
+        key: the secret of the run.
     """
     torch_module: Any = dist.distributed_c10d
     to_tensor = torch_module._object_to_tensor
     to_object = torch_module._tensor_to_object
 
     def mac_of(content: bytes) -> bytes:
+        # The prefix parts these messages from others that are signed with the same key.
         return hmac.digest(key, b"torch object" + content, "sha256")
 
     @functools.wraps(to_tensor)
@@ -48,6 +53,7 @@ def signed_objects(key: bytes) -> Iterator[None]:
 
     @functools.wraps(to_object)
     def verified(tensor: torch.Tensor, size: Any, *args: Any) -> Any:
+        # The tensor may be longer than the message: all_gather needs tensors of one length.
         message = tensor.cpu().numpy().tobytes()[: int(size)]
         mac = message[:_MAC_BYTES]
         content = message[_MAC_BYTES:]

@@ -1,10 +1,11 @@
-"""Operations of torch in a context, which its user sees or changes before they run.
+"""Contexts that call a function before each operation of torch.
 
-    torch.add(a, b)             before_operations: Python functions, with the user's own tensors
-    └── aten::add.Tensor        before_writes: what autograd and autocast have made of them
+    torch.add(a, b)             before_operations sees calls from Python, with the user's tensors
+    └── aten::add.Tensor        before_writes sees what runs after autograd and autocast, such as
+                                the operations of a backward pass
 
-Both are torch's own modes. They belong to the thread, and slow each operation down: only what needs
-one is in it.
+Both contexts are modes of torch. A mode belongs to the thread that enters it, and slows down each
+operation in it: enter it around as little code as possible.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _BeforeOperations(TorchFunctionMode):
+    """The mode of `before_operations`; torch calls it in place of each function."""
+
     def __init__(self, change: Callable[[Any, tuple[Any, ...], dict[str, Any]], Arguments]) -> None:
         super().__init__()
         self._change = change
@@ -32,6 +35,8 @@ class _BeforeOperations(TorchFunctionMode):
 
 
 class _BeforeWrites(TorchDispatchMode):
+    """The mode of `before_writes`; torch calls it in place of each operation."""
+
     def __init__(self, see: Callable[[Arguments], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._see = see
@@ -47,20 +52,23 @@ class _BeforeWrites(TorchDispatchMode):
 def before_operations(
     change: Callable[[Any, tuple[Any, ...], dict[str, Any]], Arguments],
 ) -> TorchFunctionMode:
-    """Return a context in which functions of torch get other arguments.
+    """Return a context in which functions of torch are called with changed arguments.
+
+    The balanced backend moves operands to one device by this.
 
     Args:
-        change: gets (function, args, kwargs), and returns the arguments of the call.
+        change: gets (function, args, kwargs), and returns the (args, kwargs) of the call.
     """
     return _BeforeOperations(change)
 
 
 def before_writes(see: Callable[[Arguments], None]) -> TorchDispatchMode:
-    """Return a context that shows the arguments of operations which may write to one of them.
+    """Return a context that calls `see` before each operation that writes to an argument.
 
-    This sees writes through views and `.data`, which raise no version counter of the tensor itself.
+    With this, the balanced backend copies a tensor before a trial forward changes it. The context
+    sees writes through views and `.data`, too, which do not raise the version of the tensor.
 
     Args:
-        see: is called before the operation runs.
+        see: gets the (args, kwargs) of the operation.
     """
     return _BeforeWrites(see)

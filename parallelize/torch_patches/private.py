@@ -1,8 +1,8 @@
-"""Private parts of torch: attributes that are replaced for a time.
+"""Replaces attributes of torch for a time, and builds the error for a torch that is too different.
 
-`tests/private_names.py` lists every private name that this package uses. If a name is gone, its
-first use raises. A torch that has the name, and no longer calls it, is found by the tests, and in a
-run by the comparison of the ranks at the end of a block.
+`tests/private_names.py` lists every private name of torch that this package uses. A name that a new
+torch does not have raises an error at its first use. If a new torch has a name and no longer calls
+it, the tests fail; in a run, the comparison of the ranks at the end of a block finds the fault.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from parallelize.errors import ConfigError
 def replace_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
     """Replace `owner.name` by `value` inside the context, and restore the original at its end.
 
-    If other code has patched the attribute meanwhile, that patch stays: it may call `value`.
+    If other code has replaced the attribute in between, its replacement stays: it may call `value`,
+    so that `value` has to work after the context, too.
     """
+    # An attribute of a base class is hidden by one of `owner`, which is deleted at the end.
     is_inherited = name not in vars(owner)
     original = getattr(owner, name)
     setattr(owner, name, value)
@@ -36,7 +38,12 @@ def replace_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 def unsupported(feature: str, *, instead: str) -> ConfigError:
-    """Build the error for a feature whose private part of torch this release calls differently."""
+    """Build the error for a feature that does not work with the installed release of torch.
+
+    Args:
+        feature: the feature, to stand before "with torch" and the version.
+        instead: what the user can do.
+    """
     return ConfigError(
         f"{feature} with torch {torch.__version__}",
         why="it relies on private parts of torch that this release calls differently, so training "

@@ -1,16 +1,26 @@
-"""torch.save in a run of several ranks, which single-device programs call without `if is_main()`.
+"""torch.save in a run of several ranks: ranks that save one path leave a whole file.
 
-Each rank writes a temporary file beside the target and renames it, so no reader meets half a file.
-Of the ranks of a machine, the first to have its n-th version of a path ready renames it, and after
-it rank 0, whose version stays. The others rename nothing, so that a slow rank does not bring back
-an older version; each of them finds a file where it has saved one.
+A program for one device calls torch.save without `if is_main()`, so that each rank calls it.
 
-    rank 0's memory file       (path, version), (path, version), ...
-        ^          ^
-      rank 0     rank 1        lock it, read what is new, rename or not, append, unlock
+    version         n, for the n-th save of a path by a rank
+    temporary file  what a rank has written beside the target; a rename replaces the target by it
 
-Which versions are there is written in a file in memory that the ranks of the machine share. It has
-no name, so nothing is left of it, not even after a kill. A store would keep a key for each save.
+Each rank writes a temporary file, so that no reader finds half a file. Then it renames the file, or
+removes it:
+
+    rank 0          always renames, so that rank 0's file stays
+    another rank    renames if no rank of its machine has renamed this version or a later one, so
+                    that each rank finds a file where it has saved one. Otherwise it removes its
+                    file, so that a slow rank does not bring back an older version.
+
+The ranks of a machine share the versions in a file in memory:
+
+    memory file     (path, version), (path, version), ...
+      ^       ^
+    rank 0  rank 1  each of them: lock, read what is new, rename or not, append, unlock
+
+The memory file has no name, so that nothing is left of it, even after a kill. The store of the
+process group would keep a key for each save.
 """
 
 from __future__ import annotations
@@ -35,38 +45,42 @@ import torch.distributed as dist
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.whole_file import TemporaryFile, temporary_file
 
-_VERSION = struct.Struct("<16sq")  # digest of a path, and how often it was saved
+# An entry of the memory file: the digest of a path, and a version.
+_VERSION = struct.Struct("<16sq")
 _NAME = "parallelize-saves"
 
 
 class _SharedVersions:
-    """The latest version of each path that a rank of this machine has renamed.
+    """The latest version of each path for which a rank of this machine has renamed a file.
 
     Args:
-        store: of all ranks; it gets two keys for each machine, here and not later.
+        store: the store of all ranks, which gets two keys for each machine.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self._key = store, f"saves/{socket.gethostname()}"
         self._descriptor: int | None = None
         self._latest: dict[bytes, int] = {}
-        self._thread = threading.Lock()  # flock does not part the threads of one process
+        # A lock of the file does not keep two threads of one process apart.
+        self._thread_lock = threading.Lock()
+        # The position in the file up to which this process has read.
         self._end = 0
+        # The first rank on this machine makes the file. The others open it at their first save.
         if store.add(self._key, 1) == 1:
             self._descriptor = _memory_file()
             store.set(f"{self._key}/file", f"{os.getpid()} {self._descriptor}")
 
     def rename(self, temporary: TemporaryFile, version: int, *, is_rank_0: bool) -> None:
-        """Let a file replace its target, unless a file of this version or a later one has done so.
+        """Let a temporary file replace its target, if its version is new on this machine.
 
         Args:
-            temporary: what this rank has written.
+            temporary: the file that this rank has written.
             version: how often this rank has saved the target, from 1.
-            is_rank_0: whether the file replaces one of the same version.
+            is_rank_0: whether this is rank 0, whose file always replaces the target.
         """
         path = os.fsencode(temporary.target)
         digest = hashlib.blake2b(path, digest_size=16).digest()
-        with self._thread, self._locked() as descriptor:
+        with self._thread_lock, self._locked() as descriptor:
             latest = self._read(descriptor).get(digest, 0)
             if is_rank_0 or version > latest:
                 temporary.replace_target()
@@ -74,12 +88,13 @@ class _SharedVersions:
                 os.pwrite(descriptor, _VERSION.pack(digest, version), self._end)
 
     def close(self) -> None:
-        """Close the file, which is gone when its last rank has done so."""
+        """Close the file; it is gone when all ranks of the machine have closed it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
+        """Lock the file for this process in the context, and yield its descriptor."""
         if self._descriptor is None:
             self._descriptor = self._open()
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -89,15 +104,19 @@ class _SharedVersions:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _open(self) -> int:
-        # The store is lost after a failure, when a user's `finally` block saves. Some systems hide
-        # a process from others of the same user. Such a rank renames each file that it saves.
+        """Return a descriptor of the machine's memory file, or of a new one that nobody shares.
+
+        A rank that shares no file renames each file that it saves.
+        """
+        # The store is lost when a user's `finally` block saves after a failure. And some systems
+        # hide a process from the other processes of its user.
         with contextlib.suppress(dist.DistError, RuntimeError, OSError, ValueError):
             process, descriptor = map(int, self._store.get(f"{self._key}/file").split())
             return _opened_memory_file(process, descriptor)
         return _memory_file()
 
     def _read(self, descriptor: int) -> dict[bytes, int]:
-        """Return the versions, after reading what ranks have appended since the last time."""
+        """Read what the ranks have appended since the last call; return digest -> version."""
         appended = os.pread(descriptor, os.fstat(descriptor).st_size - self._end, self._end)
         self._latest.update(_VERSION.iter_unpack(appended))
         self._end += len(appended)
@@ -105,10 +124,11 @@ class _SharedVersions:
 
 
 def _memory_file() -> int:
-    """Return a descriptor of a new file that has no name."""
+    """Make a file that has no name, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(_NAME)
-    # Not Linux: no other process can open it, so that each rank renames each file that it saves.
+    # This is not Linux. Other processes cannot open the file, so that each rank renames each file
+    # that it saves.
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -116,17 +136,22 @@ def _memory_file() -> int:
 def _opened_memory_file(process: int, descriptor: int) -> int:
     """Open the memory file of another process of this user.
 
-    The numbers are from a store, where a stranger may have written others: those of a file that
-    must not be written to. The kernel shows the name that only `memfd_create` gives.
+    The numbers come from the store. A stranger may have written the numbers of another file there,
+    which must not be written to: the kernel tells whether `memfd_create` has made the file.
+
+    Args:
+        process: id of the process.
+        descriptor: number of the file in that process.
 
     Raises:
-        OSError: there is no such file.
+        OSError: there is no such memory file.
     """
     link = Path(f"/proc/{process}/fd/{descriptor}")
     _require_memory_file(link)
     opened = os.open(link, os.O_RDWR)
     try:
-        # Between the two lines the number may have become another file's.
+        # Between the check and `os.open`, the other process may have closed the file and opened
+        # another one with the same number.
         _require_memory_file(Path(f"/proc/self/fd/{opened}"))
     except OSError:
         os.close(opened)
@@ -135,33 +160,34 @@ def _opened_memory_file(process: int, descriptor: int) -> int:
 
 
 def _require_memory_file(link: Path) -> None:
+    """Raise an error unless a link of /proc leads to a file that `_memory_file` has made."""
     if not str(link.readlink()).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(link)
 
 
 @contextlib.contextmanager
 def atomic_saves(store: dist.Store, rank: int) -> Iterator[None]:
-    """Let torch.save replace files as a whole in the block.
+    """In the context, let torch.save replace files as a whole.
 
     Args:
-        store: of all ranks, and of this run alone.
-        rank: of this process.
+        store: a store of all ranks that only this run uses.
+        rank: the rank of this process.
     """
     original, process = torch.save, os.getpid()
     versions, counts = _SharedVersions(store), Counter[Path]()
 
     @functools.wraps(original)
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        # A forked process, as of a DataLoader, is no rank of its own.
         path = Path(f).resolve() if isinstance(f, (str, os.PathLike)) else None
+        # A forked process, such as a worker of a DataLoader, is no rank: it has no versions.
         if path is None or os.getpid() != process or not _is_replaceable(path):
             original(obj, f, *args, **kwargs)
             return
         counts[path] += 1
         version = counts[path]
         with temporary_file(path) as temporary:
-            # Given a path, torch.save stores the file's name in the file, so equal states under
-            # temporary names would not be equal bytes.
+            # torch.save gets the open file, because it would store the name of a path in the file:
+            # the names of temporary files differ, and so would the bytes of equal states.
             original(obj, temporary.file, *args, **kwargs)
             versions.rename(temporary, version, is_rank_0=rank == 0)
 
@@ -170,5 +196,5 @@ def atomic_saves(store: dist.Store, rank: int) -> Iterator[None]:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Return whether a path is that of a file, or of a new one; not such as /dev/null."""
+    """Whether a rename may replace a path: a file, or a new name in a folder, not /dev/null."""
     return path.is_file() or (path.parent.is_dir() and not path.exists())

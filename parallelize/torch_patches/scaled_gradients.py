@@ -1,4 +1,7 @@
-"""What sees gradients in backward, where loss scaling has multiplied them."""
+"""Code of the user that would see scaled gradients, under loss scaling in fp16.
+
+From the start of backward to its end, gradients are multiplied by the loss scale.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ _METHODS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"
 def refusing_tensor_hooks(refusal: Callable[[str], Exception]) -> Iterator[None]:
     """In the context, refuse the user's calls of the methods that hook the gradient of a tensor.
 
-    The hook would get, and `retain_grad` would keep, a scaled gradient: a norm that is logged there
-    is wrong by the scale, without a word. torch and this package register hooks that know of it.
+    The hook would get a scaled gradient, and `retain_grad` would keep one. A norm that the user
+    logs from it would be wrong, and nothing would say so. Hooks of torch and of this package are
+    allowed, because they expect scaled gradients.
 
     Args:
-        refusal: returns the error for a method, such as "Tensor.register_hook".
+        refusal: gets the name of a method, such as "Tensor.register_hook", and returns the error.
     """
     with contextlib.ExitStack() as replacements:
         for name in _METHODS:
@@ -35,8 +39,11 @@ def refusing_tensor_hooks(refusal: Callable[[str], Exception]) -> Iterator[None]
 def _refusing(
     method: Callable[..., Any], name: str, refusal: Callable[[str], Exception]
 ) -> Callable[..., Any]:
+    """Build the function that replaces a method of torch.Tensor."""
+
     @functools.wraps(method)
     def refuse(tensor: torch.Tensor, *args: Any) -> Any:
+        # The top-level package of the module that calls the method.
         caller = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         if caller in {"torch", "parallelize"}:
             return method(tensor, *args)
@@ -49,10 +56,12 @@ def _refusing(
 def before_grad_scaler(
     see: Callable[[torch.amp.GradScaler, Any], None],
 ) -> Iterator[None]:
-    """In the context, show what a GradScaler of the user's own scales.
+    """In the context, call `see` before a GradScaler of the user multiplies a loss.
+
+    The session of fp16 ends its own loss scaling then, because a loss must not be scaled twice.
 
     Args:
-        see: gets the scaler and its outputs, before it multiplies them.
+        see: gets the scaler and the tensors that it is going to multiply.
     """
     original = torch.amp.GradScaler.scale
 

@@ -2,24 +2,26 @@
 
     optimizer.step()
     │   the user's hooks of all optimizers, from before the block
-    ├── BeforeStep.WATCH     counts the collectives of the user's code, before those of a check
-    ├── BeforeStep.SCALE     fp16: refuses a closure, or lets a step with inf change nothing
-    ├── BeforeStep.PLACE     engines: state follows parameters; lost gradients are refused
+    ├── BeforeStep.WATCH     counts the collectives that the user's code has made
+    ├── BeforeStep.SCALE     fp16: refuses a closure; lets a step with inf or nan change nothing
+    ├── BeforeStep.PLACE     balanced: moves the optimizer's state to the devices of the parameters
+    │                        fsdp: refuses gradients that would be lost
     ├── BeforeStep.VERIFY    compares gradients of the ranks, also those of each call of a closure
     │   hooks of this optimizer: those of fsdp, and the user's
     │       the step itself
     │   hooks of this optimizer
     │   the user's hooks of all optimizers, from before the block
-    ├── AfterStep.COUNT      the step was made, whatever a later subscriber raises
+    ├── AfterStep.COUNT      counts the step, before a subscriber that may raise
     ├── AfterStep.SCALE      removes from the optimizer what BeforeStep.SCALE has set there
     ├── AfterStep.MEASURE    takes the time, before a subscriber that reads all weights
     └── AfterStep.RECORD     keeps gradients and weights for train.compare, and may end the function
 
-The order is not that in which contexts are entered: "auto" builds an engine on the first batch,
-when the checks of the block are active already, and blocks lie in blocks. WATCH must not count what
-VERIFY sends. SCALE refuses a closure as the user has passed it, and VERIFY replaces it. VERIFY is
-the last before a step, because only it waits for other ranks: a step that all ranks refuse is
-refused without it.
+The order is declared, because contexts are entered in another order: backend="auto" builds an
+engine at the first batch, after the checks of the block, and blocks lie in blocks.
+
+    WATCH before VERIFY     WATCH must not count the collectives of VERIFY
+    SCALE before VERIFY     SCALE looks for the user's closure, which VERIFY replaces
+    VERIFY last             it waits for other ranks, which is needless if a hook refuses the step
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ from torch.utils.hooks import RemovableHandle
 Closure = Callable[..., Any]
 """Function that computes the gradients of an optimizer's step, and returns the loss."""
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""(args, kwargs) of a call of `step`; args[0] is the optimizer."""
+"""(args, kwargs) of a call of `step`; args[0] is the optimizer, as `self`."""
 BeforeStepHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
-"""Gets (optimizer, args, kwargs) of a step; may return others: StepArguments."""
+"""Gets (optimizer, args, kwargs) of a step; returns StepArguments, or None to change nothing."""
 AfterStepHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 """Gets (optimizer, args, kwargs) of a step that has been made."""
 
 
 class BeforeStep(enum.IntEnum):
-    """When a hook before steps runs; of one place, that which was entered first."""
+    """The place of a hook before steps; of two with one place, the first entered runs first."""
 
     WATCH = 0
     SCALE = 1
@@ -57,7 +59,7 @@ class BeforeStep(enum.IntEnum):
 
 
 class AfterStep(enum.IntEnum):
-    """When a hook after steps runs; of one place, that which was entered first."""
+    """The place of a hook after steps; of two with one place, the first entered runs first."""
 
     COUNT = 0
     SCALE = 1
@@ -66,10 +68,10 @@ class AfterStep(enum.IntEnum):
 
 
 class _OrderedHooks:
-    """Hooks in their order behind one of torch's global hooks, which exists while there are any.
+    """Runs hooks in their declared order. torch knows one hook, which calls all of them.
 
     Args:
-        register: torch's function that registers a hook of all optimizers.
+        register: torch's function that registers a hook for all optimizers.
     """
 
     def __init__(self, register: Callable[..., RemovableHandle]) -> None:
@@ -79,12 +81,13 @@ class _OrderedHooks:
 
     @contextlib.contextmanager
     def subscribed(self, order: int, hook: Callable[..., Any]) -> Iterator[None]:
-        """Call a hook in the context."""
+        """Call a hook at each step in the context."""
         entry = (order, hook)
         self._entries.append(entry)
         self._entries.sort(key=itemgetter(0))
-        # A hook that the user has registered before a block runs before those of the block. Torch
-        # calls its hooks in the order of their registration, so that this one becomes the last.
+        # torch calls its hooks in the order of their registration. A hook that the user has
+        # registered before this context must run before this package's, so that this package's is
+        # registered anew, as the last.
         self._remove_from_torch()
         self._handle = self._register(self._run)
         try:
@@ -102,7 +105,11 @@ class _OrderedHooks:
     def _run(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepArguments | None:
-        """Call the hooks, each with the arguments that the one before it has returned."""
+        """Call the hooks, each with the arguments of the step that the hook before has returned.
+
+        Returns:
+            The arguments of the step; None: no hook has changed them.
+        """
         is_changed = False
         for _, hook in tuple(self._entries):
             changed = hook(optimizer, args, kwargs)
@@ -123,8 +130,8 @@ def before_step(order: BeforeStep, hook: BeforeStepHook) -> contextlib.AbstractC
     """Call a hook before the steps of all optimizers in the context.
 
     Args:
-        order: its place among the hooks.
-        hook: may raise, which refuses the step, or return other arguments of it.
+        order: the place of the hook.
+        hook: may raise, which refuses the step, or return other arguments for the step.
     """
     return _before.subscribed(order, hook)
 
@@ -132,20 +139,21 @@ def before_step(order: BeforeStep, hook: BeforeStepHook) -> contextlib.AbstractC
 def after_step(order: AfterStep, hook: AfterStepHook) -> contextlib.AbstractContextManager[None]:
     """Call a hook after the steps of all optimizers in the context.
 
-    It must not leave its context while it runs: torch iterates over its hooks.
+    The hook must neither enter nor leave such a context: torch iterates over its dictionary of
+    hooks while a hook runs, and the context changes that dictionary.
 
     Args:
-        order: its place among the hooks.
-        hook: a step that raises does not reach it.
+        order: the place of the hook.
+        hook: is not called if the step raises.
     """
     return _after.subscribed(order, hook)
 
 
 class StepCount:
-    """A hook after steps that counts them.
+    """A hook after steps that counts them, for `parallelize top`.
 
     Attributes:
-        number: of the steps so far.
+        number: the number of steps so far.
     """
 
     number = 0
@@ -166,7 +174,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 def change_closure(
     change: Callable[[Closure], Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StepArguments | None:
-    """Return the arguments of an optimizer's `step` with another closure; None: it has none."""
+    """Return the arguments of a call of `step` with another closure; None: it has no closure.
+
+    Args:
+        change: gets the closure, and returns the other one.
+        args: the positional arguments of the call, with the optimizer as the first.
+        kwargs: the keyword arguments of the call.
+    """
     closure = kwargs.get("closure")
     if callable(closure):
         return args, {**kwargs, "closure": change(closure)}

@@ -1,8 +1,11 @@
 """Whether this thread runs inside a transform of torch.func, such as vmap, grad, jvp or jacrev.
 
-There, tensors are wrapped, once for each transform around them. Three things that an engine does
-with a batch mean something else: the values of a wrapped tensor are not those of all samples,
-a hook on it is lost when the transform unwraps it, and a thread of its own sees no transform.
+A transform wraps the tensors that the user's function gets. Three things that engines do with a
+batch go wrong with wrapped tensors:
+
+    reading values      a wrapped tensor may show one sample instead of all
+    setting a hook      the hook is lost when the transform unwraps the tensor
+    running a thread    the transform is not active in another thread
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ __all__ = ["is_differentiating_forward", "is_in_transform", "refuse_transform"]
 
 
 def is_in_transform() -> bool:
-    """Whether a transform of torch.func is running on this thread."""
+    """Whether this thread is inside a transform of torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -26,11 +29,13 @@ def is_differentiating_forward() -> bool:
 
 
 def refuse_transform(reason: str, *, fix: str) -> None:
-    """Refuse a forward that torch.func transforms.
+    """Raise an error if this thread is inside a transform of torch.func.
+
+    An engine that cannot run transformed forwards calls this at each forward.
 
     Args:
-        reason: why the engine cannot run it.
-        fix: what to do instead.
+        reason: why the engine cannot run such a forward.
+        fix: what the user can do.
 
     Raises:
         ConfigError: this thread is inside a transform.

@@ -1,11 +1,15 @@
-"""A file that is replaced as a whole: written beside the target under another name, then renamed.
+"""Replaces a file as a whole: a temporary file is written beside the target, and then renamed.
 
-    .last.pt.gpu1.5f0c9a7e12345678.tmp    made for this save alone, and locked while it is written
-    last.pt                               the same file after the rename
+    .last.pt.gpu1.5f0c9a7e12345678.tmp    the temporary file of one save, locked until its end
+             ^    ^
+             |    token, which no other save has
+             machine
+    last.pt                               the target: the same file after the rename
 
-A run that is killed at any moment leaves the old file or the new one. Two saves of one path write
-two temporary files, so each of them leaves a whole file. What a killed save leaves is removed by
-the next save of the path: the lock says that nobody writes it any more.
+A run that is killed at any moment leaves the old target or the new one. Two saves of one path write
+two temporary files, so that the target is a whole file in any case. A killed save leaves its
+temporary file. The next save of the path removes it, if it can lock the file: then no process
+writes the file any more.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ class TemporaryFile:
     """An open file that is to replace `target`.
 
     Attributes:
-        path: its name, in the folder of `target`.
-        file: open for reading and writing.
-        target: the file that it replaces; it need not exist.
+        path: the path of the temporary file, in the folder of `target`.
+        file: the temporary file, open for reading and writing.
+        target: the path of the file to replace, which need not exist.
     """
 
     path: Path
@@ -42,9 +46,10 @@ class TemporaryFile:
     target: Path
 
     def replace_target(self) -> None:
-        """Rename the file to the target, whose permissions it gets if the target exists."""
+        """Rename the file to the target; if the target exists, keep the target's permissions."""
         self.file.flush()
-        with contextlib.suppress(OSError):  # some file systems have no permissions to set
+        # Some file systems have no permissions to set.
+        with contextlib.suppress(OSError):
             permissions = _permissions(self.target)
             if permissions is not None:
                 os.fchmod(self.file.fileno(), permissions)
@@ -53,43 +58,52 @@ class TemporaryFile:
 
 @contextlib.contextmanager
 def temporary_file(target: Path, token: str = "") -> Iterator[TemporaryFile]:
-    """Make a file beside `target` for this block alone; it is removed if it replaces nothing.
+    """Make a temporary file beside `target`, for one save.
+
+    The caller writes the file and calls `replace_target`. A file that has replaced nothing is
+    removed at the end of the context.
 
     Args:
-        target: the file to replace, not a link.
+        target: the file to replace, not a link: the rename would replace the link.
         token: the last part of the temporary name; "": a random one.
 
     Yields:
-        The open file, empty, and locked until the end of the block.
+        The open file, empty, and locked until the end of the context.
 
     Raises:
         OSError: the folder does not exist, or this user may not write to it.
     """
-    if target.exists():  # else there was no save that could have left a file; listing may take long
+    # To list a folder may take long. Without a target, no save of the path has ended yet, so that a
+    # file of a killed one is unlikely.
+    if target.exists():
         remove_unused(target.parent, f".{_name_of(target)}.")
     temporary = _create(target, token)
     try:
         yield temporary
     finally:
-        # Still there after an exception, and where another rank's version of the target stays.
+        # The file is still there after an exception, and if another rank's file has replaced the
+        # target.
         temporary.path.unlink(missing_ok=True)
         temporary.file.close()
 
 
 def _create(target: Path, token: str) -> TemporaryFile:
+    """Create and lock a temporary file for a target."""
     permissions = _permissions(target)
     # The writer may read and write its file, whatever the permissions of the target are.
     mode = 0o666 if permissions is None else permissions & 0o666 | 0o600
     while True:
         name = f".{_name_of(target)}.{_host()}.{token or secrets.token_hex(8)}{SUFFIX}"
         path = target.with_name(name)
-        # O_EXCL: a file or a link that somebody has put there is neither opened nor followed. The
-        # umask applies, which mkstemp does not ask for, and which only a change of it returns.
+        # With O_EXCL, a file or a link that somebody has put there is neither opened nor followed.
+        # `os.open` applies the umask to the permissions of a new file, as `open` does. mkstemp does
+        # not, and the umask cannot be read without a change of it.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         file = os.fdopen(descriptor, "w+b")
         if _locks(descriptor) and os.fstat(descriptor).st_nlink > 0:
             return TemporaryFile(path, file, target)
-        # Between the two lines another save took it for the file of a killed one.
+        # Between `os.open` and the lock, another save has taken this file for that of a killed
+        # save, and has locked or removed it.
         path.unlink(missing_ok=True)
         file.close()
 
@@ -103,35 +117,43 @@ def _permissions(target: Path) -> int | None:
 
 
 def _locks(descriptor: int) -> bool:
-    """Lock a file, and return False if another process has locked it."""
+    """Try to lock a file; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks, on which nobody else gets one either
+    except OSError:
+        # On a file system without locks, no other process can take this file for an unused one.
         return True
     return True
 
 
 def remove_unused(folder: Path, prefix: str) -> None:
-    """Remove temporary files that killed saves of this user have left; files in use are kept.
+    """Remove temporary files that killed saves of this user have left, and keep files in use.
 
     Args:
-        folder: whose files are looked at, not those of folders in it.
-        prefix: of the names, such as ".last.pt.".
+        folder: the folder with the files; folders in it are not searched.
+        prefix: the beginning of the files' names, such as ".last.pt.".
     """
     with contextlib.suppress(OSError):
         names = os.listdir(folder)  # noqa: PTH208 - a folder may hold 100,000 files
-        left = [name for name in names if name.startswith(prefix) and name.endswith(SUFFIX)]
-        for name in left:
-            with contextlib.suppress(OSError):  # in use, or just removed
+        candidates = [name for name in names if name.startswith(prefix) and name.endswith(SUFFIX)]
+        for name in candidates:
+            # The file is in use, or another process has just removed it.
+            with contextlib.suppress(OSError):
                 _remove_if_unused(folder / name)
 
 
 def _remove_if_unused(path: Path) -> None:
-    if not _is_left(path.lstat(), path.name):
+    """Remove a temporary file if nobody writes it.
+
+    Raises:
+        OSError: a process has locked the file, or the file cannot be opened or removed.
+    """
+    if not _shows_use_by_lock(path.lstat(), path.name):
         return
-    # O_NONBLOCK: a FIFO that takes its place meanwhile stops nobody.
+    # O_NONBLOCK and O_NOFOLLOW: somebody may have put a FIFO or a link in place of the file since
+    # `lstat`. To open a FIFO would wait for a reader.
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,27 +162,38 @@ def _remove_if_unused(path: Path) -> None:
         os.close(descriptor)
 
 
-def _is_left(status: os.stat_result, name: str) -> bool:
-    """Return whether this user has written a file whose lock tells if it is in use."""
+def _shows_use_by_lock(status: os.stat_result, name: str) -> bool:
+    """Whether the lock of a file tells if the file is in use, and this user has written it.
+
+    Args:
+        status: the status of the file, without following a link.
+        name: the name of the file.
+    """
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         return False
-    # Some file systems keep a lock on one machine: there, one of another machine is not seen.
+    # On some file systems, a lock is not seen on other machines. The file of another machine counts
+    # as unused when nobody has written to it for a day.
     return f".{_host()}." in name or time.time() - status.st_mtime > _DAY_S
 
 
 def _host() -> str:
-    """Return the name of this machine, as a part of a file name."""
+    """Return the name of this machine in the form that temporary names contain."""
     return socket.gethostname().partition(".")[0].replace("/", "-")[:40]
 
 
 def _name_of(target: Path) -> str:
-    """Return the name of a file, cut so that a temporary name is not too long for a folder."""
+    """Return the name of a target, cut so that the temporary name is not too long for a folder."""
+    # What the temporary name adds; a token has 16 characters.
     added = len(f"..{_host()}.{SUFFIX}") + 2 * 8
     return os.fsdecode(os.fsencode(target.name)[: _MAX_NAME_BYTES - added])
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk; some file systems cannot do the latter."""
+    """Write a file, or the list of files in a folder, to disk, so that a power cut loses nothing.
+
+    After a rename, the folder has to be written, too. Not all file systems can do that; there, the
+    function returns without an error.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
