@@ -106,7 +106,7 @@ ROOMS: Mapping[str, int] = {
     "agreement": 13_847,
     "backends": 19_558,
     "backends/balanced": 14_117,
-    "block": 5_284,
+    "block": 5_306,
     "call": 13_530,
     "checkpoint": 13_409,
     "cli": 4_552,
@@ -119,8 +119,8 @@ ROOMS: Mapping[str, int] = {
     "launchers": 20_062,
     "plugins": 3_248,
     "precision": 6_829,
-    "run": 9_983,
-    "torch_patches": 7_535,
+    "run": 9_922,
+    "torch_patches": 7_543,
     "worker": 4_371,
 }
 

@@ -78,14 +78,13 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
         Returns:
             The model, or a tuple of the models: the same objects.
         """
-        # This must come before `__enter__`: without a run, the block activates one of its own,
-        # whose end no decorated function marks.
-        run = context.active()
         models = self.__enter__()
-        if run is None:
+        run = context.active()
+        # In a plain script, the run is that of a block, whose end no decorated function marks.
+        if run is None or not run.ends_of_calls:
             atexit.register(self._end_at_exit)
         else:
-            run.at_end_of_call(self._end)
+            run.ends_of_calls[-1].push(self._end)
         return models
 
     def stop(self) -> None:

@@ -173,7 +173,9 @@ def _check_not_inside(model: nn.Module, models: Sequence[nn.Module]) -> None:
         for name, part in outer.named_modules():
             if part is model and name:
                 _refuse_overlap(model, models, f"{name} of {type(outer).__name__}")
-    if models.count(model) > 1:
+    # By identity: a class may compare its models by their values.
+    occurrences = [other_model for other_model in models if other_model is model]
+    if len(occurrences) > 1:
         _refuse_overlap(model, models, f"also another argument of {type(model).__name__}")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -24,10 +23,6 @@ from parallelize.run.rendezvous import Rendezvous
 from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.run.state import RunState
 from parallelize.run.surroundings import running, surroundings
-
-_Exit = Callable[
-    [type[BaseException] | None, BaseException | None, types.TracebackType | None], bool | None
-]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,14 +84,6 @@ class Runtime:
                 yield
             finally:
                 self.ends_of_calls.remove(end_of_call)
-
-    def at_end_of_call(self, end: _Exit) -> None:
-        """Call `end` as a context's `__exit__` when the innermost decorated function returns.
-
-        In a run of a block of a plain script there is none, and it is not called.
-        """
-        if self.ends_of_calls:
-            self.ends_of_calls[-1].push(end)
 
 
 _CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"

@@ -42,11 +42,11 @@ def _refusing(
     """Build the function that replaces a method of torch.Tensor."""
 
     @functools.wraps(method)
-    def refuse(tensor: torch.Tensor, *args: Any) -> Any:
+    def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # The top-level package of the module that calls the method.
         caller = sys._getframe(1).f_globals["__name__"].partition(".")[0]
         if caller in {"torch", "parallelize"}:
-            return method(tensor, *args)
+            return method(tensor, *args, **kwargs)
         raise refusal(f"Tensor.{name}")
 
     return refuse

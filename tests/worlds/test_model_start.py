@@ -97,6 +97,23 @@ print("done")
     assert (done.stdout.strip(), done.stderr) == ("done", "")
 
 
+@pytest.mark.slow
+def test_a_plain_script_may_start_two(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Both end with the process, the later one first."""
+    script = """
+import atexit
+import torch
+from parallelize import parallel_model
+models = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
+atexit.register(lambda: print(["forward" in vars(model) for model in models]))
+for model in models:
+    parallel_model(model).start()
+print(["forward" in vars(model) for model in models])
+"""
+    done = run_script(script)
+    assert (done.stdout.split("\n")[:2], done.stderr) == (["[True, True]", "[False, False]"], "")
+
+
 @pytest.mark.parametrize(
     "use", [lambda it: it.train(), lambda it: it(torch.ones(1)), list, lambda it: it.weight], ids=range(4)
 )
