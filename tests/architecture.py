@@ -103,7 +103,7 @@ MAX_NESTING = 3
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
     "": 5_771,
-    "agreement": 13_847,
+    "agreement": 13_892,
     "backends": 19_558,
     "backends/balanced": 14_117,
     "block": 5_306,

@@ -7,8 +7,8 @@
 
 The search starts at the marked outputs of models, whose rows are the samples of a batch, and
 follows each value up to the loss. A value behind an operation without a rule is UNKNOWN, and
-nothing is said of it. A loss that is called coupled has a term that is, unless it multiplies the
-term by zero or selects another one. A loss that is not called so may be coupled.
+nothing is said of it. A loss that is called coupled has a coupled term; it is wrong only of a loss
+that multiplies this term by zero, or selects another one. A loss that is not called coupled may be.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from parallelize.agreement.coupling_values import (
 )
 
 BATCH_KEY: Any = "parallelize: batch"
-"""Key of the metadata of a node that has computed an output of a model; its value is a `Batch`."""
+"""Key of the metadata of a node that has computed an output of a model; its value is a `Batch`.
+
+`batch_losses.BatchLosses.mark` writes it."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Batch:
     """The batch from which a model has computed an output.
 
     Args:
-        samples: number of samples; 0: not known, so that nothing is said of the output.
-        is_batch_first: whether an input shows that the first dimension is that of the samples.
+        samples: number of samples; 0: not known, so that the output is UNKNOWN.
+        is_batch_first: whether an input shows that the first dimension is the batch dimension: no
+            other dimension of it has this size.
     """
 
     samples: int
@@ -50,13 +53,16 @@ class Batch:
 def coupling_operation(roots: Iterable[tuple[Any, int]]) -> str | None:
     """Return the name of the operation by which a loss couples samples; None: none is known.
 
+    It is called before backward, which frees the graph.
+
     Args:
-        roots: node and output number of each tensor from which a backward pass starts. One without
-            a node needs no gradient.
+        roots: node and output number of each tensor from which a backward pass starts. The node is
+            None for a tensor that needs no gradient.
     """
     values: dict[tuple[Any, int], Value] = {}
     for root in roots:
-        if root[0] is None:
+        node, _output = root
+        if node is None:
             continue
         value = _value_of(root, values)
         if value.dependence is Dependence.COUPLED:
@@ -65,12 +71,18 @@ def coupling_operation(roots: Iterable[tuple[Any, int]]) -> str | None:
 
 
 def _value_of(root: tuple[Any, int], values: dict[tuple[Any, int], Value]) -> Value:
-    """Return what is known of a value, after that of all values that it was computed from.
+    """Return what is known of a value, after all values that it was computed from.
 
     A graph may be deeper than Python's stack, so that this is a loop with a stack of its own.
+
+    Args:
+        root: node and output number of the value.
+        values: what is known of the values so far, by node and output number. This function adds to
+            it.
     """
     pending = [root]
     while pending:
+        # The edge stays on the stack until its operands are done.
         edge = pending[-1]
         node, output = edge
         if edge in values:
@@ -95,7 +107,7 @@ def _computed(node: Any, output: int, values: dict[tuple[Any, int], Value]) -> V
     Args:
         node: the node of the operation in the graph.
         output: the number of the output.
-        values: has a value for each operand that a node has computed.
+        values: what is known of the values so far. It has all operands of the operation.
     """
     operands = []
     for operand_node, operand_output in node.next_functions:
@@ -110,7 +122,7 @@ def _computed(node: Any, output: int, values: dict[tuple[Any, int], Value]) -> V
     rule = RULES.get(operation.name)
     if rule is None:
         return UNKNOWN
-    # A result of a coupled operand counts as coupled, even if another operand is UNKNOWN.
+    # Rules do not get these two: an operand that is COUPLED comes before one that is UNKNOWN.
     for operand in operation.dependent:
         if operand.value.dependence is Dependence.COUPLED:
             return operand.value
@@ -121,12 +133,14 @@ def _computed(node: Any, output: int, values: dict[tuple[Any, int], Value]) -> V
 
 
 def _output_of_model(node: Any, output: int, batch: Batch) -> Value:
-    """Return what is known of an output: it is per sample if its first dimension has all samples.
+    """Return what is known of an output of a model.
 
-    Two rows a sample are two views of it, in one forward. The dimension is not known if another one
-    has the same size, and no input shows which is which.
+    It is PER_SAMPLE if its first dimension has all samples, or twice as many: a model may compute
+    two views of each sample in one forward. It is UNKNOWN if another dimension has the same size,
+    and no input shows which is which.
     """
     shape = shape_of(node, output)
+    # An output of one element may be a loss that the model has computed, or a parameter.
     if math.prod(shape) == 1:
         return CONSTANT if _is_of_one_parameter(node) else UNKNOWN
     if batch.samples < 2 or shape[0] not in {batch.samples, 2 * batch.samples}:
@@ -137,7 +151,8 @@ def _output_of_model(node: Any, output: int, batch: Batch) -> Value:
 
 
 def _is_of_one_parameter(node: Any) -> bool:
-    """Whether a value is a function of one parameter alone, such as the temperature of a CLIP."""
+    """Whether a value is a function of one parameter alone, such as the temperature of CLIP."""
+    # The node of a parameter, AccumulateGrad, ends the loop: no other node has a `variable`.
     while len(node.next_functions) == 1 and operation_name(node):
         ((node, _output),) = node.next_functions
         if node is None:

@@ -8,12 +8,16 @@
     PAIRED ─────── sum or softmax along the batch ─────────────────────────── COUPLED
 
 A rule looks at an operation, at shapes and at dimensions, and never at the numbers in a tensor. It
-returns UNKNOWN rather than guess.
+returns UNKNOWN rather than guess: a loss that is wrongly called coupled gets a wrong warning.
+
+`coupled_samples` calls the rules. At least one operand of the operation depends on samples, and
+none is COUPLED or UNKNOWN: each is CONSTANT, PER_SAMPLE, SUMMED or PAIRED.
 
 Glossary:
     operand      a value that an operation has taken, with its shape
+    dependent    of an operand: it is not CONSTANT
     rows         the elements along the batch dimension; a sample has one or two
-    crossing     an operation that joins elements along the batch dimension
+    crossing     of an operation: it joins elements along the batch dimension
 """
 
 from __future__ import annotations
@@ -43,10 +47,10 @@ _Rule = Callable[[Operation], Value]
 
 
 def _aligned(operation: Operation) -> list[Value]:
-    """Return the values of the operands that are no constants, with batch dimensions of the result.
+    """Return the values of the dependent operands, with batch dimensions as the result counts them.
 
-    A result may have more dimensions than an operand. Broadcasting puts these in front, so that
-    every dimension of the operand has a higher number in the result.
+    A result may have more dimensions than an operand. Broadcasting puts the new ones in front, so
+    that every dimension of the operand has a higher number in the result.
     """
     values = []
     for operand in operation.dependent:
@@ -62,10 +66,13 @@ def _has(values: Sequence[Value], dependence: Dependence) -> bool:
 
 
 def _joined(values: Sequence[Value]) -> Value:
-    """Return what is known of a sum of values, or of any function if no value is SUMMED.
+    """Return what is known of a sum of values.
 
-    A sum of x[:, None] and y[None] has a term of each of two samples in every element, so that it
-    is SUMMED. In a function that is not linear, these are coupled.
+    Rules for other functions of these values call it first, and then judge a result that is SUMMED:
+    a function that is not linear couples the terms of a sum.
+
+    Args:
+        values: one or more, with batch dimensions as the result counts them.
     """
     first = values[0]
     if len(values) == 1:
@@ -74,11 +81,13 @@ def _joined(values: Sequence[Value]) -> Value:
         return UNKNOWN if _has(values, Dependence.PAIRED) else SUMMED
     if _has(values, Dependence.PAIRED):
         return _joined_pairs(values)
+    # All are PER_SAMPLE. After different selections, a row is of another sample in each value.
     for value in values:
         if value.selection != first.selection or not value.batch_dims:
             return UNKNOWN
     for value in values:
         if value.batch_dims != first.batch_dims:
+            # As x[:, None] + y[None]: each element has a term of one sample and one of another.
             return SUMMED
     return first
 
@@ -86,11 +95,11 @@ def _joined(values: Sequence[Value]) -> Value:
 def _joined_pairs(values: Sequence[Value]) -> Value:
     """Return what is known of a function of pairs and of a second value.
 
-    The second value has pairs, too, or depends on one of the two samples of each pair.
+    It is PAIRED if the second value has the same pairs, or depends on one sample of each pair.
 
     Args:
-        values: two, in any order, of which one or both are PAIRED. A concatenation may pass more:
-            it does not use the result.
+        values: two, in any order, of which one or both are PAIRED. A concatenation may pass more,
+            and does not use the result.
     """
     pairs = values[0]
     if pairs.dependence is not Dependence.PAIRED:
@@ -105,22 +114,23 @@ def _joined_pairs(values: Sequence[Value]) -> Value:
 
 
 def _linear(operation: Operation) -> Value:
-    """Return what is known of a sum, of a difference, or of a value that stays as it is."""
+    """Return what is known of a sum or difference, or of an operation that changes no numbers."""
     return _joined(_aligned(operation))
 
 
 def _masking(operation: Operation) -> Value:
-    """Return what is known of values after a mask has replaced some of them.
+    """Return what is known of values after a mask has replaced some elements.
 
-    The mask is noted for pairs alone: if all pairs of different samples have been replaced, a sum
-    of the rest couples nothing.
+    The mask is noted for pairs alone. It may have replaced all pairs of different samples, and a
+    sum of the other pairs couples nothing.
     """
     value = _linear(operation)
     return replace(value, is_masked=value.dependence is Dependence.PAIRED)
 
 
 def _nonlinear(operation: Operation) -> Value:
-    """Return what is known of e.g. an exponential: that of a sum is no sum of terms."""
+    """Return what is known of e.g. an exponential: exp(f(a) + f(b)) is no sum of terms."""
+    # x ** 1 is linear.
     if operation.name == "Pow" and getattr(operation.node, "_saved_exponent", None) == 1:
         return _linear(operation)
     value = _linear(operation)
@@ -130,21 +140,25 @@ def _nonlinear(operation: Operation) -> Value:
 
 
 def _piecewise_linear(operation: Operation) -> Value:
-    """Return what is known of e.g. a clamped value: a sum may be within the bounds, or not."""
+    """Return what is known of e.g. a clamped value.
+
+    A sum stays as it is within the bounds, and is no sum of terms beyond them. Only the numbers
+    show which, so that it is UNKNOWN.
+    """
     value = _linear(operation)
     return UNKNOWN if value.dependence is Dependence.SUMMED else value
 
 
 def _multiplied(operation: Operation, values: Sequence[Value]) -> Value:
-    """Return what is known of a product, from its factors that are no constants: one or two."""
+    """Return what is known of a product, from its dependent factors: one or two."""
     if len(values) == 1:
         return values[0]
     if _has(values, Dependence.SUMMED):
         return operation.coupled()
     joined = _joined(values)
     if joined.dependence is Dependence.SUMMED:
-        # The batch dimensions differ, as in x[:, None] * y[None]. Each element of a sum would be a
-        # sum over two samples. Each element of this product is of a pair of samples.
+        # The batch dimensions differ, as in x[:, None] * y[None]. An element of x + y would have a
+        # term of each of two samples. An element of x * y is a function of the pair.
         first, second = values
         dims = (*first.batch_dims, *second.batch_dims)
         return Value(Dependence.PAIRED, dims, rows=first.rows)
@@ -157,12 +171,16 @@ def _product(operation: Operation) -> Value:
     has_constant = len(operation.dependent) == 1
     if value.dependence is Dependence.PAIRED and has_constant:
         # A matrix of zeros and ones may leave out pairs. A number, such as a temperature, does not.
-        return replace(value, is_masked=value.is_masked or not _is_scaled(operation))
+        return replace(value, is_masked=value.is_masked or not _is_times_number(operation))
     return value
 
 
-def _is_scaled(operation: Operation) -> bool:
-    """Whether the constant of a product is a single number."""
+def _is_times_number(operation: Operation) -> bool:
+    """Whether the constant factor of a product is a single number.
+
+    A constant in the graph, such as a parameter, has a shape there. Any other constant has none,
+    and is what the node has saved for the gradient of the other factor.
+    """
     names = ("_saved_self", "_saved_other")
     edges = operation.node.next_functions
     for name, (node, _output), operand in zip(names, edges, operation.operands, strict=False):
@@ -177,9 +195,10 @@ def _is_scaled(operation: Operation) -> bool:
 def _quotient(operation: Operation) -> Value:
     """Return what is known of a quotient: its divisor is inverted, which is not linear."""
     values = _aligned(operation)
-    has_divisor = len(operation.operands) > 1 and operation.operands[1].value != CONSTANT
-    if not has_divisor:
+    is_divisor_dependent = len(operation.operands) > 1 and operation.operands[1].value != CONSTANT
+    if not is_divisor_dependent:
         return values[0]
+    # The divisor is the last dependent operand, and the only one if the dividend is constant.
     if values[-1].dependence is Dependence.SUMMED:
         return operation.coupled()
     return _multiplied(operation, values)
@@ -190,7 +209,7 @@ def _quotient(operation: Operation) -> Value:
 
 
 def _dims_of(operation: Operation) -> set[int]:
-    """Return the dimensions along which an operation reduces."""
+    """Return the dimensions along which an operation goes: all if its node has saved none."""
     ndim = len(operation.first.shape)
     saved = getattr(operation.node, "_saved_dim", None)
     if isinstance(saved, int):
@@ -204,11 +223,11 @@ def _crosses(value: Value, dims: set[int], ndim: int) -> bool | None:
     """Whether an operation along `dims` joins rows; None: the batch dimension is not known.
 
     Args:
-        value: the operand.
+        value: the operand of the operation.
         dims: the dimensions of the operand along which the operation goes.
         ndim: the number of dimensions of the operand.
     """
-    # The batch dimension is among all dimensions, even if nobody knows which of them that is.
+    # All dimensions include the batch dimension, even if nobody knows which one it is.
     if len(dims) == ndim:
         return True
     if not value.batch_dims:
@@ -217,20 +236,21 @@ def _crosses(value: Value, dims: set[int], ndim: int) -> bool | None:
 
 
 def _without_dims(value: Value, dims: set[int], *, keepdim: bool) -> Value:
-    """Return a value after an operation has removed dimensions other than that of the batch."""
+    """Return a value after an operation has removed `dims`, none of which is a batch dimension.
+
+    With `keepdim`, they stay with size 1.
+    """
     if keepdim:
         return value
     batch_dims = []
     for batch_dim in value.batch_dims:
-        place = batch_dim
-        for dim in dims:
-            place -= int(dim < batch_dim)
-        batch_dims.append(place)
+        dims_in_front = [dim for dim in dims if dim < batch_dim]
+        batch_dims.append(batch_dim - len(dims_in_front))
     return replace(value, batch_dims=tuple(batch_dims))
 
 
 def _summed(operation: Operation) -> Value:
-    """Return what is known of a sum or mean."""
+    """Return what is known of a sum or mean along some dimensions, or all."""
     value, ndim = operation.first.value, len(operation.first.shape)
     if value.dependence is Dependence.SUMMED:
         return value
@@ -243,14 +263,16 @@ def _summed(operation: Operation) -> Value:
         return _without_dims(value, dims, keepdim=keepdim)
     if value.dependence is Dependence.PER_SAMPLE:
         return SUMMED
+    # A sum over pairs of a sample with itself would be SUMMED.
     return UNKNOWN if value.is_masked else operation.coupled()
 
 
 def _nonlinear_reduction(operation: Operation) -> Value:
     """Return what is known of e.g. a norm, a standard deviation, or a logarithm of a sum."""
+    # Norms have an order, and the norm of order 1 is a sum. The other operations have none.
     order = getattr(operation.node, "_saved_ord", getattr(operation.node, "_saved_p", 2))
     if order != 2:
-        return UNKNOWN  # The norm of order 1 is a sum.
+        return UNKNOWN
     value, ndim = operation.first.value, len(operation.first.shape)
     if value.dependence is Dependence.SUMMED:
         return operation.coupled()
@@ -265,7 +287,7 @@ def _nonlinear_reduction(operation: Operation) -> Value:
 
 
 def _softmax(operation: Operation) -> Value:
-    """Return what is known of values that are normalized along a dimension."""
+    """Return what is known of values that are normalized: each depends on all in a dimension."""
     value, ndim = operation.first.value, len(operation.first.shape)
     if value.dependence is Dependence.SUMMED:
         return operation.coupled()
@@ -276,13 +298,17 @@ def _softmax(operation: Operation) -> Value:
 
 
 def _elementwise_loss(operation: Operation) -> Value:
-    """Return what is known of a loss of each element, such as a squared error."""
+    """Return what is known of a loss that is computed by elements, such as the squared error."""
     value = _nonlinear(operation)
     return _after_reduction(operation, value)
 
 
 def _picking_loss(operation: Operation) -> Value:
-    """Return what is known of a loss that picks the element of each row that is its target's."""
+    """Return what is known of a loss that picks from each row the element of the row's target.
+
+    Rows are along the first dimension. The targets may pick the pairs of a sample with itself, so
+    that nothing is said of PAIRED.
+    """
     value = operation.first.value
     if value.dependence is Dependence.PAIRED or value.batch_dims not in {(), (0,)}:
         return UNKNOWN
@@ -290,7 +316,8 @@ def _picking_loss(operation: Operation) -> Value:
 
 
 def _after_reduction(operation: Operation, value: Value) -> Value:
-    """Return what is known of the losses of elements after the reduction that the loss names."""
+    """Return what is known of a loss, from the losses of its elements, after its `reduction=`."""
+    # torch's number of reduction="none" is 0.
     is_reduced = operation.node._saved_reduction != 0
     if not is_reduced or value.dependence in {Dependence.COUPLED, Dependence.UNKNOWN}:
         return value
@@ -299,8 +326,8 @@ def _after_reduction(operation: Operation, value: Value) -> Value:
     return SUMMED
 
 
-# Products of matrices. A place is the dimension of the result that a dimension becomes; None: the
-# product sums over it. For x of (samples, features):
+# Products of matrices. The place of a factor's dimension is the dimension of the result that it
+# becomes; None: the product sums over it. For x and y of (samples, features), w of (features, n):
 #
 #     x @ w        places of x: (0, None)                        PER_SAMPLE
 #     x.T @ y      both batch dimensions at None                 SUMMED
@@ -313,13 +340,13 @@ def _contraction(first_places: _Places, second_places: _Places) -> _Rule:
     """Return the rule of a product of two matrices, or of batches of them.
 
     Args:
-        first_places: for each dimension of the first factor, the dimension of the result that it
-            becomes; None: the product sums over it.
-        second_places: the same for the second factor.
+        first_places: the place of each dimension of the first factor.
+        second_places: the place of each dimension of the second factor.
     """
 
     def rule(operation: Operation) -> Value:
-        # The operands of addmm and baddbmm begin with a summand, such as a bias.
+        # The operands of addmm and baddbmm begin with a summand, such as a bias. A summand that
+        # depends on samples is rare, and its sum with the product is not followed.
         *summands, first, second = operation.operands
         for summand in summands:
             if summand.value != CONSTANT:
@@ -330,7 +357,8 @@ def _contraction(first_places: _Places, second_places: _Places) -> _Rule:
 
 
 def _contracted(operation: Operation, *factors: tuple[Operand, _Places]) -> Value:
-    """Return what is known of a product, from its factors with their places."""
+    """Return what is known of a product, from its two factors with their places."""
+    # Of each dependent factor: its value, and the places of its batch dimensions.
     values, places = [], []
     for operand, places_of_operand in factors:
         value = operand.value
@@ -352,7 +380,7 @@ def _contracted(operation: Operation, *factors: tuple[Operand, _Places]) -> Valu
 
 
 def _times_constant(value: Value, places: Sequence[int | None]) -> Value:
-    """Return what is known of a product of a value and a constant matrix."""
+    """Return what is known of a product with a constant matrix, from the places of `batch_dims`."""
     if value.dependence is Dependence.SUMMED:
         return value
     batch_dims = []
@@ -362,50 +390,69 @@ def _times_constant(value: Value, places: Sequence[int | None]) -> Value:
         elif value.dependence is Dependence.PER_SAMPLE:
             return SUMMED
         else:
-            return UNKNOWN  # The constant may be zero for all pairs of different samples.
+            # The constant may be zero for all pairs of different samples.
+            return UNKNOWN
     return replace(value, batch_dims=tuple(batch_dims))
 
 
 def _times_samples(
     operation: Operation, values: Sequence[Value], places: Sequence[int | None]
 ) -> Value:
-    """Return what is known of a product of two values that are per sample."""
+    """Return what is known of a product of two factors that are PER_SAMPLE.
+
+    `places` has the place of the batch dimension of each factor.
+    """
     first_place, second_place = places
     if first_place is None and second_place is None:
-        return SUMMED  # As x.T @ y: a sum over the samples.
+        # As x.T @ y: a sum over the samples.
+        return SUMMED
     if first_place is None or second_place is None:
+        # For each sample of one factor, a sum over the samples of the other.
         return operation.coupled()
     if first_place != second_place:
         return Value(Dependence.PAIRED, (first_place, second_place), rows=values[0].rows)
+    # As a product of batches of matrices, sample by sample.
     return _joined([replace(value, batch_dims=(first_place,)) for value in values])
 
 
-# Movements of elements. A part of the rows may be one sample's, and then a sum over it couples
-# nothing: such a part is UNKNOWN.
+# Movements of elements. A part of the rows may be of one sample alone, and then a function of it
+# couples nothing: such a part is UNKNOWN.
 
 
 def _reshaped(operation: Operation) -> Value:
-    """Return what is known of elements that keep their order, and get another shape."""
-    value, shape = operation.first.value, operation.first.shape
-    dims = []
-    for dim in value.batch_dims:
-        place = _place_after_reshape(value.rows, shape[:dim], operation.shape)
-        if place is not None:
-            dims.append(place)
-    if value.dependence is Dependence.PAIRED and len(dims) < 2:
-        return UNKNOWN
-    return replace(value, batch_dims=tuple(dims))
+    """Return what is known of elements that keep their order, and get another shape.
 
-
-def _place_after_reshape(rows: int, shape_before: Shape, shape: Shape) -> int | None:
-    """Return the dimension of a new shape whose every element is of one row.
-
-    It begins where the old one did, and its size is a multiple of the number of rows.
+    If the batch dimension is not found in the new shape, PER_SAMPLE stays without it.
     """
-    elements_before = math.prod(shape_before)
-    for place, size in enumerate(shape):
-        if math.prod(shape[:place]) == elements_before and size > 1:
-            return place if size % rows == 0 else None
+    value, old_shape = operation.first.value, operation.first.shape
+    batch_dims = []
+    for old_dim in value.batch_dims:
+        sizes_in_front = old_shape[:old_dim]
+        batch_dim = _batch_dim_after_reshape(value.rows, sizes_in_front, operation.shape)
+        if batch_dim is not None:
+            batch_dims.append(batch_dim)
+    if value.dependence is Dependence.PAIRED and len(batch_dims) < 2:
+        return UNKNOWN
+    return replace(value, batch_dims=tuple(batch_dims))
+
+
+def _batch_dim_after_reshape(rows: int, sizes_in_front: Shape, shape: Shape) -> int | None:
+    """Return the dimension of a new shape that the batch dimension has become; None: it is none.
+
+    It may have joined the dimensions behind it: 6 rows of 4 elements become 24 elements, each of
+    one row. So its size is a multiple of the number of rows. It must not have joined dimensions in
+    front of it: then each position in it would be of several rows.
+
+    Args:
+        rows: number of rows.
+        sizes_in_front: sizes of the old shape in front of the batch dimension.
+        shape: the new shape.
+    """
+    elements_in_front = math.prod(sizes_in_front)
+    for dim, size in enumerate(shape):
+        # Dimensions of size 1 may stand in front of it.
+        if math.prod(shape[:dim]) == elements_in_front and size > 1:
+            return dim if size % rows == 0 else None
     return None
 
 
@@ -418,6 +465,7 @@ def _expanded(operation: Operation) -> Value:
 def _permuted(operation: Operation) -> Value:
     """Return what is known of a value whose dimensions have another order."""
     value, ndim = operation.first.value, len(operation.shape)
+    # For each dimension of the result, the dimension of the operand that it was.
     order = list(range(ndim))
     if operation.name == "Permute":
         order = [from_front(dim, ndim) for dim in operation.node._saved_dims]
@@ -432,7 +480,7 @@ def _permuted(operation: Operation) -> Value:
 
 
 def _sliced(operation: Operation) -> Value:
-    """Return what is known of a part of the elements along a dimension."""
+    """Return what is known of a slice: some of the elements along a dimension, in their order."""
     value = operation.first.value
     if value.dependence is Dependence.SUMMED:
         return value
@@ -441,7 +489,8 @@ def _sliced(operation: Operation) -> Value:
         return UNKNOWN
     if dim not in value.batch_dims:
         return value
-    # Three rows are of at least two samples, each of which has at most two rows.
+    # A sample has one row or two, so that three rows are of two samples at least. One position may
+    # be a part of a row, if a reshape has joined the batch dimension with others.
     rows = operation.shape[dim]
     is_by_row = operation.first.shape[dim] == value.rows
     if value.dependence is Dependence.PAIRED or not is_by_row or rows < 3:
@@ -450,7 +499,7 @@ def _sliced(operation: Operation) -> Value:
 
 
 def _selected(operation: Operation) -> Value:
-    """Return what is known of the elements at one position of a dimension."""
+    """Return what is known of the elements at one position of a dimension, which is removed."""
     value = operation.first.value
     if value.dependence is Dependence.SUMMED:
         return value
@@ -461,7 +510,7 @@ def _selected(operation: Operation) -> Value:
 
 
 def _gathered(operation: Operation) -> Value:
-    """Return what is known of elements at given positions along a dimension."""
+    """Return what is known of elements that gather or index_select takes along a dimension."""
     value = operation.first.value
     if value.dependence is Dependence.SUMMED:
         return value
@@ -472,13 +521,13 @@ def _gathered(operation: Operation) -> Value:
 
 
 def _picked(operation: Operation) -> Value:
-    """Return what is known of elements that were picked by their positions."""
+    """Return what is known of e.g. x[index]: no shape tells which rows it has picked."""
     value = operation.first.value
     return value if value.dependence is Dependence.SUMMED else UNKNOWN
 
 
 def _concatenated(operation: Operation) -> Value:
-    """Return what is known of values that are put beside each other."""
+    """Return what is known of values that cat or stack puts beside each other."""
     values = [operand.value for operand in operation.dependent]
     dependences = {value.dependence for value in values}
     if dependences == {Dependence.SUMMED}:
@@ -489,10 +538,13 @@ def _concatenated(operation: Operation) -> Value:
     (batch_dim,) = value.batch_dims
     dim = operation.saved_dim("_saved_dim", len(operation.shape))
     if operation.name == "Stack":
-        return replace(value, batch_dims=(batch_dim + int(dim <= batch_dim),))
+        # The new dimension moves those behind it by one.
+        is_moved = dim <= batch_dim
+        return replace(value, batch_dims=(batch_dim + int(is_moved),))
     if dim != batch_dim:
         return value
-    # Rows beside which constants stand may be those of this rank among gathered ones.
+    # The user may have gathered the rows of all ranks, of which only this rank's rows depend on
+    # samples. Then the loss compares all samples, as it should.
     if len(values) < len(operation.operands):
         return UNKNOWN
     return replace(value, rows=operation.shape[dim], selection=operation.edge)
@@ -501,7 +553,8 @@ def _concatenated(operation: Operation) -> Value:
 def _samplewise(operation: Operation) -> Value:
     """Return what is known of the output of a layer that keeps the samples in the first dimension.
 
-    Batch norm is one: it is told of elsewhere that it normalizes by rank.
+    Batch norm counts as such a layer, although it joins samples: it has a warning of its own, about
+    buffers that differ between the ranks.
     """
     value = operation.first.value
     is_kept = value.batch_dims == (0,) and operation.first.shape[0] == operation.shape[0]
@@ -511,6 +564,7 @@ def _samplewise(operation: Operation) -> Value:
 
 
 RULES: dict[str, _Rule] = {}
+"""Name of an operation -> its rule. Operations that are not here make a value UNKNOWN."""
 for _rule, _names in (
     (_linear, "Add Sub Rsub Neg ToCopy Clone Alias"),
     (_masking, "Where MaskedFill Triu Tril"),

@@ -23,7 +23,7 @@ class Dependence(enum.Enum):
     """How the elements of a value depend on the samples of a batch."""
 
     CONSTANT = enum.auto()
-    """On none."""
+    """On no sample."""
     PER_SAMPLE = enum.auto()
     """Each element on one sample, and the elements together on several."""
     SUMMED = enum.auto()
@@ -31,9 +31,9 @@ class Dependence(enum.Enum):
     PAIRED = enum.auto()
     """Element [i, j] is a function of sample i and sample j, as those of x @ y.T."""
     COUPLED = enum.auto()
-    """On several samples, and no sum of functions of one sample."""
+    """Some element on several samples, and not as a sum of functions of one sample."""
     UNKNOWN = enum.auto()
-    """It cannot be told."""
+    """No rule tells how."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,16 @@ class Value:
 
     Args:
         dependence: how its elements depend on samples.
-        batch_dims: the batch dimension of PER_SAMPLE, or the two of PAIRED; empty: not known.
-        rows: number of rows, which tells where the batch dimension is after a reshape.
+        batch_dims: the batch dimension of PER_SAMPLE, or the two of PAIRED; empty: not known, or
+            any other dependence.
+        rows: size of a batch dimension; a sample has one row or two. It tells where the batch
+            dimension is after a reshape.
         selection: node and output number of the operation that has selected or joined rows; None:
-            all rows of the batch, in their order. After different selections, one row may have
-            different samples.
-        is_masked: whether elements of PAIRED may have been left out, such as all pairs of different
-            samples.
-        operation: name of the operation that has coupled samples.
+            all rows of the batch, in their order. In two values with different selections, the same
+            row may be of different samples.
+        is_masked: whether elements of PAIRED may have been left out. If all pairs of different
+            samples are, a sum of the rest couples nothing.
+        operation: name of the operation that has coupled samples; "" unless COUPLED.
     """
 
     dependence: Dependence
@@ -74,12 +76,19 @@ UNKNOWN = Value(Dependence.UNKNOWN)
 
 
 class Operation:
-    """An operation in the graph.
+    """An operation in the autograd graph, and one of its outputs.
 
     Args:
-        node: its node.
-        output: number of the output that is looked at.
-        operands: what it has taken. Constants have no shape.
+        node: the operation's node. Its private attributes `_saved_...` are arguments of the
+            operation.
+        output: number of the output.
+        operands: the values that it has taken. Those that need no gradient are not in the graph:
+            they are CONSTANT, with shape ().
+
+    Attributes:
+        edge: node and number of the output, as the graph and `Value.selection` name a value.
+        name: see `operation_name`.
+        shape: of the output.
     """
 
     def __init__(self, node: Any, output: int, operands: Sequence[Operand]) -> None:
@@ -89,37 +98,46 @@ class Operation:
 
     @property
     def first(self) -> Operand:
-        """The first operand, which is the only one of reductions and movements."""
+        """The first operand, which is the only one of a reduction or of a movement of elements."""
         return self.operands[0]
 
     @property
     def dependent(self) -> list[Operand]:
-        """The operands that are no constants."""
+        """The operands that are not CONSTANT."""
         return [operand for operand in self.operands if operand.value != CONSTANT]
 
     def saved_dim(self, name: str, ndim: int) -> int:
-        """Return a dimension that the operation has saved, counted from 0."""
+        """Return a dimension that the operation has saved, counted from 0.
+
+        Args:
+            name: attribute of the node, such as "_saved_dim".
+            ndim: number of dimensions of the tensor that has the dimension.
+        """
         return from_front(getattr(self.node, name), ndim)
 
     def coupled(self) -> Value:
-        """Return the value of an operation that couples samples."""
+        """Return the value of an output in which this operation has coupled samples."""
         return Value(Dependence.COUPLED, operation=self.name)
 
 
 def operation_name(node: Any) -> str:
-    """Return the name of torch's own operation; "" for others, such as a user's Function."""
+    """Return the name of an operation of torch, such as "Mul" of a node MulBackward0.
+
+    It is "" for other nodes, such as that of a user's Function.
+    """
     match = re.fullmatch(r"(\w+)Backward\d", node.name())
     return match[1] if match else ""
 
 
 def shape_of(node: Any, output: int) -> Shape:
-    """Return the shape of what a node has computed."""
-    # Not that of a saved tensor: hooks on saved tensors would load it from where it is.
+    """Return the shape of an output of a node's operation."""
+    # The node's inputs are gradients of these outputs. A saved tensor has a shape, too, but reading
+    # it would run hooks on saved tensors, such as those that load it from the host.
     return tuple(node._input_metadata[output].shape)
 
 
 def from_front(dim: int, ndim: int) -> int:
-    """Return a dimension that a node has saved, counted from 0."""
-    # Nodes show a negative dimension as an unsigned number of 64 bits.
+    """Return a dimension that a node has saved, counted from 0; `ndim` is their number."""
+    # A node shows a negative dimension as an unsigned number of 64 bits.
     signed = dim - 2**64 if dim >= 2**63 else dim
     return signed % max(ndim, 1)

@@ -10,8 +10,9 @@ Glossary of the room:
     setting       a number of an optimizer's param group
     coupled       of samples: in a loss that is no mean over them
 
-Comparisons do not use the default group, which is the user's: no collective of the user's code gets
-the data of a comparison on another rank. Hang detection tells where both are.
+Fingerprints are exchanged in a group of their own (see `run/groups.py`). In the default group,
+which is the user's, a rank that compares alone would exchange its fingerprints with a collective of
+the user's code on the other ranks. Now it waits, and hang detection names both lines.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ _FIRST_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 _SECOND_MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
 
 _CHUNK_ELEMENTS = 2**18
-"""Elements of a tensor on the CPU that are summed at once: their copies stay in the caches."""
+"""Elements on the CPU that are summed at once: so few that their copies stay in the caches."""
 
 _CHUNK_ELEMENTS_ON_ACCELERATOR = 2**22
-"""Those on an accelerator: the ten kernels take longer than their starts, in 160 MB of memory."""
+"""Elements of a tensor on an accelerator that are summed at once. There are ten kernels: with fewer
+elements their starts would take longer than the kernels. The sum takes 160 MB of memory."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Difference:
     """A tensor that is not the same on all ranks.
 
     Attributes:
-        index: its position among the compared ones.
+        index: position of the tensor among those that were passed to `differences`.
         rank: the first rank whose tensor differs from rank 0's.
     """
 
@@ -65,11 +67,13 @@ class Difference:
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one fingerprint of several tensors, 0-dim; 0 for zeros, and for no tensors.
+    """Return one fingerprint of several tensors, as a 0-dim tensor on the device of the last one.
 
-    That of a large tensor depends on whether it is on the CPU: ranks have to compare tensors on the
-    same type of device.
+    It is 0 if all elements are 0, and for no tensors. Chunks have another size on the CPU than on
+    an accelerator. The fingerprint of a large tensor depends on this size, so that ranks can only
+    compare tensors on the same type of device.
     """
+    # The first sum is for no tensors: torch cannot stack an empty list.
     sums = [torch.zeros((), dtype=torch.int64)]
     for tensor in tensors:
         sums += map(_position_weighted_sum, _chunks_of(tensor))
@@ -78,7 +82,10 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in flat chunks; complex numbers as pairs of real ones."""
+    """Yield the elements of a tensor in chunks of one dimension, complex numbers as two real ones.
+
+    A tensor without elements has one chunk.
+    """
     dense = tensor.detach()
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
@@ -92,12 +99,17 @@ def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _position_weighted_sum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of all elements, each times an odd weight of its position.
 
-    An odd number has an inverse modulo 2**64, so that a change of one element changes the sum. The
-    high bits are mixed into the low ones before. Otherwise a sign that changes in two elements
-    would not be seen: 2**63 times the sum of two odd weights is 0 modulo 2**64.
+    The sum is one modulo 2**64, where an odd number has an inverse: a change of one element always
+    changes the sum. Before, the high bits of an element are mixed into its low bits. Otherwise the
+    signs of two elements could change unseen: a sign is worth 2**63, and 2**63 times the sum of two
+    odd weights is 0 modulo 2**64.
+
+    Args:
+        values: of one dimension, and not complex.
     """
     if values.is_floating_point() and values.element_size() > 1:
-        values = values + 0.0  # -0.0 becomes 0.0.
+        # -0.0 becomes 0.0, an equal number with other bits. Types of one byte cannot be added.
+        values = values + 0.0
     bits = values.view(_INTEGER_OF_SIZE[values.element_size()]).to(torch.int64)
     mixed_bits = bits ^ (bits >> 29)
     weights = torch.arange(1, len(bits) + 1, device=bits.device) * _FIRST_MULTIPLIER
@@ -107,20 +119,23 @@ def _position_weighted_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def differences(tensors: Sequence[torch.Tensor]) -> list[Difference]:
-    """Compare tensors bitwise across the ranks; a collective, with equally many on every rank.
+    """Return the tensors that differ between the ranks, in their order; a collective.
 
-    Returns:
-        The tensors that differ, in their order.
+    Args:
+        tensors: as many on every rank, since rows of fingerprints are gathered. There is no
+            collective for none.
     """
     if not tensors:
         return []
-    table = _gathered(_fingerprints_on_host(tensors))
-    is_different = table != table[0]
-    found_differences = []
-    for index in is_different.any(0).nonzero().flatten().tolist():
+    # Both tables have the shape (ranks, tensors).
+    fingerprints = _gathered(_fingerprints_on_host(tensors))
+    is_different = fingerprints != fingerprints[0]
+    indices = is_different.any(0).nonzero().flatten()
+    differing = []
+    for index in indices.tolist():
         ranks = is_different[:, index].nonzero().flatten()
-        found_differences.append(Difference(index, rank=int(ranks[0])))
-    return found_differences
+        differing.append(Difference(index, rank=int(ranks[0])))
+    return differing
 
 
 def _fingerprints_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -130,7 +145,7 @@ def _fingerprints_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     the device at every copy.
 
     Args:
-        tensors: one or more.
+        tensors: one or more, perhaps on several devices.
     """
     fingerprints = [fingerprint([tensor]) for tensor in tensors]
     device = fingerprints[-1].device
@@ -138,7 +153,11 @@ def _fingerprints_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gathered(row: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, of shape (ranks, length of a row)."""
+    """Return the rows of all ranks, of shape (ranks, length of a row); a collective.
+
+    Args:
+        row: this rank's, on the CPU: the group of comparisons sends no other tensors.
+    """
     run = context.current()
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     group = separate_group(run.world, run.device, GroupPurpose.COMPARISONS)
@@ -149,7 +168,9 @@ def _gathered(row: torch.Tensor) -> torch.Tensor:
 def require_same_model(model: nn.Module) -> None:
     """Check that a model has the same structure on all ranks; a collective.
 
-    The ranks exchange one digest, and the descriptions of all tensors only if that differs.
+    It is called before an engine sends rank 0's parameters: the ranks would exchange tensors of
+    different shapes. The ranks exchange one digest. Only if it differs, they exchange the
+    descriptions of all tensors, for the error.
 
     Raises:
         SyncError: a parameter or buffer differs in name, shape, dtype or `requires_grad`.
@@ -158,22 +179,23 @@ def require_same_model(model: nn.Module) -> None:
     for name, tensor in (*all_named_parameters(model), *all_named_buffers(model)):
         role = _role_of(tensor)
         descriptions.append(f"{name} ({role}, {tuple(tensor.shape)}, {tensor.dtype})")
+    # There is one difference at most: that of the digest.
     for difference in differences([digest(repr(descriptions))]):
         descriptions_by_rank = gather_objects(descriptions)
         pairs = itertools.zip_longest(
             descriptions_by_rank[0], descriptions_by_rank[difference.rank], fillvalue="nothing more"
         )
-        of_rank_0, of_rank = next(pair for pair in pairs if pair[0] != pair[1])
+        on_rank_0, on_rank = next(pair for pair in pairs if pair[0] != pair[1])
         raise SyncError(
-            f"{type(model).__name__} on rank {difference.rank} has {of_rank} where rank 0 has "
-            f"{of_rank_0}",
+            f"{type(model).__name__} on rank {difference.rank} has {on_rank} where rank 0 has "
+            f"{on_rank_0}",
             why="parallel training needs the same model on every rank",
             fix="build the model from the same arguments on every rank; freeze the same parameters",
         )
 
 
 def _role_of(tensor: torch.Tensor) -> str:
-    """Return what training does with a tensor of a model."""
+    """Return "buffer", "trained" or "frozen": what training does with a tensor of a model."""
     if not isinstance(tensor, nn.Parameter):
         return "buffer"
     return "trained" if tensor.requires_grad else "frozen"
@@ -182,8 +204,9 @@ def _role_of(tensor: torch.Tensor) -> str:
 def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
     """Warn of models that the ranks have trained apart between two blocks; a collective.
 
-    At the entry of a block they get rank 0's parameters, and what the other ranks have trained is
-    lost. At the first block of a model this is as it should be.
+    It is called at the entry of a block, before engines give all ranks rank 0's parameters. What
+    the other ranks have trained is lost then. Before the first block of a model there is nothing to
+    lose: ranks may have initialized it differently.
     """
     # A model outlives the run: in a script without a decorated function, each block is a run of its
     # own.
@@ -194,8 +217,10 @@ def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
     if were_in_block:
         for model in models:
             parameters += all_parameters(model)
-    differing = differences([torch.tensor(float(were_in_block)), fingerprint(parameters)])
-    are_parameters_different = [difference.index for difference in differing] == [1]
+    compared = [torch.tensor(float(were_in_block)), fingerprint(parameters)]
+    differing = [difference.index for difference in differences(compared)]
+    # If index 0 differs, some ranks have passed no parameters: their fingerprints say nothing.
+    are_parameters_different = differing == [1]
     if were_in_block and are_parameters_different and context.is_main():
         names = ", ".join(type(model).__name__ for model in models)
         warnings.warn(
@@ -208,6 +233,9 @@ def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
 
 
 def digest(text: str) -> torch.Tensor:
-    """Return a 0-dim int64 tensor that is equal for equal texts."""
+    """Return a 0-dim int64 tensor that is equal for equal texts, on all ranks.
+
+    Python's `hash` of a text is another number in each process.
+    """
     hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return torch.tensor(int.from_bytes(hashed, "big", signed=True))

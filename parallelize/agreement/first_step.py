@@ -1,10 +1,11 @@
 """Warnings about the first optimizer step: equal inputs of the ranks, and unequal target counts.
 
-    each forward        the inputs are hashed
-    first step          the ranks exchange their hashes, and the counts of their losses
-    from then on        nothing is done
+    each forward           `FirstStep.add`: the inputs are hashed
+    first optimizer step   `FirstStep.compare`: the ranks exchange the hash of their inputs, and how
+                           many targets their losses average over
+    from then on           nothing is done
 
-Ranks that read the same data do the work of one, and no result shows it.
+Ranks that read the same data do the work of one rank, and no result shows it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from parallelize.run.context import current, is_capturing, is_main, rank
 from parallelize.run.user_line import user_stacklevel
 
 _ROUNDING = 1e-6
+"""Relative difference of two numbers of targets that are equal but for rounding."""
 
 
 class FirstStep:
@@ -31,7 +33,10 @@ class FirstStep:
 
     Args:
         models: the models of the block.
-        is_over: whether inputs are not compared.
+        is_over: whether inputs are not compared, as on one rank.
+
+    Attributes:
+        is_over: whether no inputs are added any more.
     """
 
     def __init__(self, models: Sequence[nn.Module], *, is_over: bool) -> None:
@@ -40,9 +45,10 @@ class FirstStep:
         self.is_over = is_over
 
     def add(self, inputs: Any) -> None:
-        """Hash the tensors of a forward's inputs, of which one has more than one element.
+        """Hash the tensors of a forward's inputs; called before each forward until the first step.
 
-        A step counter alone, which is equal on all ranks, says nothing of the data.
+        Inputs whose tensors have one element each are not hashed: a step counter is equal on all
+        ranks, and says nothing of the data.
         """
         tensors = [leaf for leaf in leaves(inputs) if type(leaf) is torch.Tensor]
         has_data = any(tensor.numel() > 1 for tensor in tensors)
@@ -50,31 +56,38 @@ class FirstStep:
             return
         try:
             self._fingerprints.append(int(fingerprint(tensors)))
-        except RuntimeError:  # Such as a tensor inside of torch.func.vmap, which has no values.
+        except RuntimeError:
+            # Some tensors have no values to read, such as those inside of torch.func.vmap.
             self.is_over = True
 
     def compare(self, counts_of_terms: Sequence[float]) -> None:
-        """Compare the inputs of the ranks, and the numbers of targets of their losses.
+        """Compare the inputs of the ranks, and their numbers of targets; a collective.
+
+        Rank 0 warns of equal inputs, and of unequal numbers.
 
         Args:
             counts_of_terms: for each term of this rank's loss, the number of targets that it
                 averages over; empty: not known.
         """
         self.is_over = True
-        inputs = hash(tuple(self._fingerprints))
+        hash_of_inputs = hash(tuple(self._fingerprints))
         if not self._fingerprints:
-            inputs = rank()  # Not known: it differs from those of other ranks.
-        replies = gather_objects((inputs, tuple(counts_of_terms)))
+            # Nothing is known of the inputs: another number on each rank makes them count as
+            # different.
+            hash_of_inputs = rank()
+        replies = gather_objects((hash_of_inputs, tuple(counts_of_terms)))
         distinct_inputs, counts_of_ranks = set(), []
-        for inputs_of_rank, counts_of_rank in replies:
-            distinct_inputs.add(inputs_of_rank)
+        for hash_of_rank, counts_of_rank in replies:
+            distinct_inputs.add(hash_of_rank)
             counts_of_ranks.append(counts_of_rank)
         loader_warnings = current().loader_warnings
         has_equal_inputs = len(distinct_inputs) == 1
         if has_equal_inputs:
+            # The check of loops over a DataLoader then does not warn of the same step again.
             loader_warnings.same_inputs_at = loader_warnings.passes
         if not is_main():
             return
+        # A warning that names the line of the loader has said the same, and more.
         if has_equal_inputs and not loader_warnings.names_loader:
             _warn_of_equal_inputs(self._models, len(replies))
         _warn_of_unequal_counts(counts_of_ranks)
@@ -83,7 +96,9 @@ class FirstStep:
 def _warn_of_equal_inputs(models: Sequence[nn.Module], ranks: int) -> None:
     """Warn that the ranks do the work of one.
 
-    The reason may be a loader, or a generator with the same seed on all ranks.
+    Args:
+        models: the models of the block.
+        ranks: number of ranks.
     """
     names = " + ".join(type(model).__name__ for model in models)
     warnings.warn(
@@ -96,13 +111,11 @@ def _warn_of_equal_inputs(models: Sequence[nn.Module], ranks: int) -> None:
 
 
 def _warn_of_unequal_counts(counts_of_ranks: Sequence[tuple[float, ...]]) -> None:
-    """Warn if a term of the loss averages over different numbers of targets on the ranks.
-
-    The warning is of the first such term.
+    """Warn of the first term of the loss that averages over different numbers of targets.
 
     Args:
-        counts_of_ranks: for each rank, the number of targets of each term of its loss. An empty
-            tuple: the rank does not know these numbers, and is not compared.
+        counts_of_ranks: for each rank, the number of targets of each term of its loss. A rank with
+            an empty tuple does not know the numbers, and is not compared.
     """
     known_counts = [counts for counts in counts_of_ranks if counts]
     # Ranks whose losses have different terms are compared in the terms that all of them have.

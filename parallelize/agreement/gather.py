@@ -1,14 +1,21 @@
-"""Python objects of all ranks. No stranger's bytes are unpickled.
+"""Collectives that exchange Python objects between the ranks.
+
+Unpickling runs code, and a process that is no rank may have connected to the ranks: no pickle of
+such a stranger may be loaded. An exchange is two collectives:
 
     1   each rank sends a header: the size of its message, and 16 random bytes
-    2   each rank sends its message
+    2   each rank sends its message, or rank 0 alone does
 
-    message     an HMAC-SHA256, and the content
-    content     a letter, and what it says: a plain value, a pickle, or why there is none
+    message     an HMAC-SHA256 of 32 bytes, and the content
+    content     a letter (see `_Letter`), and a plain value, a pickle, or why neither can be sent
 
-The HMAC is of the headers of all ranks, the sender's rank and the content, under the key of the
-run. A rank that has drawn its random bytes now knows by it that the message answers them. It is not
-one of an earlier exchange, and not one of another rank. A message is loaded when all are verified.
+The HMAC covers the headers of all ranks, the sender's rank and the content, under the key of the
+run (see `run/run_key.py`). The headers show that the message is not copied from an earlier
+exchange: this rank has just drawn random bytes for its header. The sender's rank shows that it is
+not copied from another rank. No message is read before all messages are verified.
+
+Ranks that others have started on several hosts have no key. They exchange plain values only, which
+are read without running code (see `plain_values.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +39,12 @@ from parallelize.run.run_key import message_device, run_key
 _CPU = torch.device("cpu")
 _MAC_BYTES = 32
 _LEAST_BYTES = _MAC_BYTES + 1
+"""Size of the smallest message: the HMAC and a letter."""
 _HEADER = struct.Struct("<q16s")
 
 
 class _Letter(bytes, enum.Enum):
-    """The first byte of a content."""
+    """The first byte of a content, which says how to read the rest."""
 
     PLAIN = b"v"
     PICKLE = b"p"
@@ -45,7 +53,13 @@ class _Letter(bytes, enum.Enum):
 
 @dataclass(frozen=True)
 class _Content:
-    """The content of a message that was verified."""
+    """The content of a message that was verified.
+
+    Args:
+        sender: rank that has sent the message.
+        letter: the first byte.
+        body: the other bytes.
+    """
 
     sender: int
     letter: bytes
@@ -62,26 +76,29 @@ def gather_objects(
 ) -> list[Any]:
     """Return the value of each rank, in rank order; a collective: every rank must call it.
 
-    Plain values (see `plain_values.encoded`) are sent as JSON and bytes of tensors, others as
-    pickles.
+    Plain values (see `plain_values.encoded`) are sent as JSON and bytes of tensors, all other
+    values as pickles.
 
     Args:
-        value: of this rank.
+        value: what this rank sends.
         group: a group of all ranks; None: the default group.
-        device: gets tensors that were on an accelerator; those in a pickle are for `load`.
+        device: where received tensors are put that were on the sender's accelerator. It is for
+            tensors of plain values: where tensors of a pickle are put is decided by `load`.
         dump: pickles a value that is not plain.
-        load: unpickles it on the other ranks. It is called for nothing but what `dump` has returned
-            on a rank of this run.
+        load: unpickles what `dump` has returned on another rank of this run. It gets no other
+            bytes.
 
     Raises:
         ConfigError: on every rank: a value is not plain, and the run has no key.
-        SyncError: a message was not sent by a rank of this run, or another rank cannot send its
-            value.
-        Exception: what `dump` has raised on this rank.
+        SyncError: a message was not sent by a rank of this run, or `dump` has raised an error on
+            another rank.
+        Exception: `dump` has raised it on this rank.
     """
     exchange = _Exchange(group, value, dump)
     messages = exchange.messages_of_all_ranks()
-    values = exchange.read(range(len(messages)), messages, device, load)
+    senders = range(len(messages))
+    values = exchange.read(senders, messages, device, load)
+    # The other ranks get copies; this rank returns its value as it is.
     values[exchange.rank] = value
     return values
 
@@ -93,10 +110,10 @@ def broadcast_object(
     dump: Callable[[Any], bytes] = pickle.dumps,
     load: Callable[[bytes], Any] = pickle.loads,
 ) -> Any:
-    """Return rank 0's value on every rank; a collective. Errors are those of `gather_objects`.
+    """Return rank 0's value on every rank; a collective. It raises the errors of `gather_objects`.
 
     Args:
-        value: what rank 0 sends; other ranks' values are not looked at.
+        value: what rank 0 sends. The values of the other ranks are ignored.
         device: as for `gather_objects`.
         dump: as for `gather_objects`.
         load: as for `gather_objects`.
@@ -109,15 +126,18 @@ def broadcast_object(
 
 
 class _Exchange:
-    """One exchange of messages between the ranks of a group. The constructor exchanges headers.
+    """One exchange of messages between all ranks.
+
+    The constructor is a collective, which exchanges the headers. One of the two functions for
+    messages follows, and then `read`.
 
     Args:
         group: a group of all ranks; None: the default group.
-        value: of this rank.
+        value: what this rank sends.
         dump: pickles a value that is not plain.
 
     Attributes:
-        rank: rank of this process.
+        rank: the rank of this process.
     """
 
     def __init__(self, group: Any, value: Any, dump: Callable[[Any], bytes]) -> None:
@@ -133,8 +153,8 @@ class _Exchange:
     def _content_of(self, value: Any, dump: Callable[[Any], bytes]) -> bytes:
         """Return this rank's content.
 
-        If the value cannot be sent, the content says so, and all ranks raise an error: the others
-        wait for a message.
+        It raises nothing, because the other ranks already wait for a message. If the value cannot
+        be sent, the content is the reason, and all ranks raise an error in `read`.
         """
         try:
             return _Letter.PLAIN + encoded(value)
@@ -144,23 +164,26 @@ class _Exchange:
             return _Letter.FAILURE + f"{type(value).__name__}: {reason}".encode()
         try:
             return _Letter.PICKLE + dump(value)
-        except Exception as exc:  # noqa: BLE001 - raised in `read`, when the other ranks know
+        except Exception as exc:  # noqa: BLE001 - raised in `read`, when the message was sent
             self._error_of_dump = exc
             return _Letter.FAILURE + f"{type(exc).__name__}: {exc}".encode()
 
     def _exchanged_headers(self) -> list[bytes]:
-        """Return the headers of all ranks."""
+        """Exchange the headers, and return the headers of all ranks, in rank order."""
         header = _HEADER.pack(_MAC_BYTES + len(self._content), os.urandom(16))
         headers = self._gathered(header)
-        # A stranger could return other bytes in place of those that this rank has drawn.
+        # A stranger could return this rank's header of an earlier exchange, and then its messages.
         headers[self.rank] = header
         return headers
 
     def _sizes_of_messages(self) -> list[int]:
-        """Return the sizes of all ranks' messages, which this machine can hold.
+        """Return the size of each rank's message, as its header says.
+
+        Headers are not verified. Without the check, a stranger could make this rank allocate any
+        amount of memory.
 
         Raises:
-            SyncError: it cannot.
+            SyncError: a message is smaller than any message, or larger than its share of memory.
         """
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         sizes = []
@@ -168,12 +191,13 @@ class _Exchange:
             size, _random_bytes = _HEADER.unpack(header)
             if not _LEAST_BYTES <= size <= memory // len(self._headers):
                 fault = f"it would have {size} bytes, of {memory} bytes of memory for all ranks"
-                raise _not_authentic(sender, fault)
+                raise _not_authentic_error(sender, fault)
             sizes.append(size)
         return sizes
 
     def messages_of_all_ranks(self) -> list[bytes]:
-        """Send this rank's message; return those of all ranks."""
+        """Send this rank's message, and return the messages of all ranks, in rank order."""
+        # A collective sends equally many bytes for every rank.
         largest = max(self._sizes)
         padded_messages = self._gathered(self._message().ljust(largest, b"\0"))
         messages = []
@@ -182,25 +206,30 @@ class _Exchange:
         return messages
 
     def message_of_rank_0(self) -> bytes:
-        """Send rank 0's message, or receive it."""
+        """Return rank 0's message, which rank 0 sends and the other ranks receive."""
+        # The other ranks receive it in place of as many zeros.
         message = self._message() if self.rank == 0 else bytes(self._sizes[0])
         tensor = self._tensor_of(message)
         dist.broadcast(tensor, src=0, group=self._group)
         return _bytes_of(tensor)
 
     def _gathered(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, which have one size."""
+        """Gather the messages of all ranks, which must be equally long, in rank order."""
         sent = self._tensor_of(message)
         received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
         dist.all_gather(received, sent, group=self._group)
         return [_bytes_of(tensor) for tensor in received]
 
     def _message(self) -> bytes:
-        """Return the message of this rank."""
+        """Return this rank's message: the HMAC, and the content."""
         return self._mac(self.rank, self._content) + self._content
 
     def _mac(self, sender: int, content: bytes) -> bytes:
-        """Return the HMAC of a content; without a key, one that nobody looks at."""
+        """Return the HMAC of a content.
+
+        Without a key of the run, it is made with an empty key: the layout of messages stays the
+        same, and no rank checks the HMAC.
+        """
         authenticator = hmac.new(self._key or b"", digestmod="sha256")
         authenticator.update(b"parallelize exchange")
         for header in self._headers:
@@ -216,9 +245,15 @@ class _Exchange:
         device: torch.device,
         load: Callable[[bytes], Any],
     ) -> list[Any]:
-        """Return the values of the messages, and None for this rank's message.
+        """Return the values of the messages, and None for a message of this rank.
 
-        Nothing is loaded before all messages are verified.
+        All messages are verified before one is read. It raises the errors of `gather_objects`.
+
+        Args:
+            senders: for each message, the rank that has sent it.
+            messages: the messages.
+            device: as for `gather_objects`.
+            load: as for `gather_objects`.
         """
         if self._error_of_dump is not None:
             raise self._error_of_dump
@@ -228,44 +263,59 @@ class _Exchange:
         for content in contents:
             if content.letter == _Letter.FAILURE:
                 reason = content.body.decode(errors="replace")
-                raise _cannot_send(content.sender, reason, has_key=self._key is not None)
+                raise _cannot_send_error(content.sender, reason, has_key=self._key is not None)
         return [self._value_of(content, device, load) for content in contents]
 
     def _verified(self, sender: int, message: bytes) -> _Content:
-        """Return the content of a message, if its sender has the key of the run."""
+        """Return the content of a message.
+
+        Raises:
+            SyncError: the run has a key, and the sender does not have it.
+        """
         mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
         if self._key is not None and not hmac.compare_digest(mac, self._mac(sender, content)):
-            raise _not_authentic(sender, "its HMAC is not one under this run's key")
+            raise _not_authentic_error(sender, "its HMAC is not one under this run's key")
         return _Content(sender, content[:1], content[1:])
 
     def _value_of(
         self, content: _Content, device: torch.device, load: Callable[[bytes], Any]
     ) -> Any:
-        """Return the value of a verified message; without a key, nothing is unpickled."""
+        """Return the value of a verified message; None if this rank has sent it.
+
+        Without a key, nothing is verified, so that no pickle is loaded.
+        """
         if content.sender == self.rank:
             return None
         if content.letter == _Letter.PLAIN:
             return _plain_value(content, device)
         if content.letter == _Letter.PICKLE and self._key is not None:
             return load(content.body)
-        raise _not_authentic(content.sender, "it is a pickle, and this run has no key")
+        raise _not_authentic_error(content.sender, "it is a pickle, and this run has no key")
 
     def _tensor_of(self, message: bytes) -> torch.Tensor:
+        """Return a message as a uint8 tensor on a device from which the group can send it."""
         return torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the message in a uint8 tensor, as bytes."""
     return tensor.cpu().numpy().tobytes()
 
 
 def _plain_value(content: _Content, device: torch.device) -> Any:
+    """Return the plain value of a content, with tensors of accelerators on a device.
+
+    Raises:
+        SyncError: the body is no plain value, so that no rank can have sent it.
+    """
     try:
         return decoded(content.body, device=device)
     except NotPlain as exc:
-        raise _not_authentic(content.sender, f"it is no plain value: {exc}") from None
+        raise _not_authentic_error(content.sender, f"it is no plain value: {exc}") from None
 
 
-def _not_authentic(sender: int, fault: str) -> SyncError:
+def _not_authentic_error(sender: int, fault: str) -> SyncError:
+    """Return the error for a message that a stranger has sent in the name of a rank."""
     return SyncError(
         f"the message of rank {sender} was not sent by this run, and is not read",
         why=f"{fault}; a process that is no rank may have connected to the ranks",
@@ -274,7 +324,11 @@ def _not_authentic(sender: int, fault: str) -> SyncError:
     )
 
 
-def _cannot_send(sender: int, reason: str, *, has_key: bool) -> ConfigError | SyncError:
+def _cannot_send_error(sender: int, reason: str, *, has_key: bool) -> ConfigError | SyncError:
+    """Return the error for a rank that has sent a reason in place of a value.
+
+    With a key, `dump` has raised an error there. Without a key, the value is not plain.
+    """
     if has_key:
         return SyncError(
             f"rank {sender} cannot send its value: {reason}",

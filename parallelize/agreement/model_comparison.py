@@ -1,8 +1,8 @@
 """Do the ranks hold the same parameters and buffers? Each sends 8 bytes for all of them.
 
-    1   one fingerprint of all tensors, on every rank             equal: that was all
-    2   one fingerprint for each tensor, to find those that differ
-    3   the largest difference of each of the first three, for the message
+    1   one fingerprint of all tensors; if it is equal on all ranks, the comparison ends here
+    2   one fingerprint of each tensor, to find the tensors that differ
+    3   for the message, the largest difference in each of the first three tensors that differ
 
 Each line takes collectives of its own, which all ranks make together.
 """
@@ -24,6 +24,7 @@ from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
 
 _MOST_SHOWN = 3
+"""Differing tensors that a message names."""
 
 
 class NamedTensor(NamedTuple):
@@ -43,7 +44,11 @@ def parameters_of_models(models: Sequence[nn.Module]) -> list[NamedTensor]:
 
 
 def floating_buffers_of(models: Sequence[nn.Module]) -> list[NamedTensor]:
-    """Return the buffers of several models that training may have changed on each rank."""
+    """Return the floating-point buffers of several models, such as the means of batch norm.
+
+    Each rank may have changed them by its own samples. Buffers of integers count steps, or never
+    change.
+    """
     buffers = []
     for model in models:
         for name, buffer in all_named_buffers(model):
@@ -53,16 +58,16 @@ def floating_buffers_of(models: Sequence[nn.Module]) -> list[NamedTensor]:
 
 
 def fingerprint_of(named_tensors: Sequence[NamedTensor]) -> torch.Tensor:
-    """Return one fingerprint of all tensors."""
+    """Return one fingerprint of all tensors, 0-dim."""
     return fingerprint([tensor for _name, tensor in named_tensors])
 
 
 def differing_parameters_error(when: str, parameters: Sequence[NamedTensor]) -> SyncError:
-    """Return the error for parameters of which some differ; a collective, which finds those.
+    """Find the parameters that differ, and return the error that names them; a collective.
 
     Args:
-        when: such as "at the end of the block".
-        parameters: all of them.
+        when: such as "at the end of the block", for the message.
+        parameters: all compared parameters, of which some differ.
     """
     differing = _differing(parameters)
     shown = []
@@ -79,7 +84,11 @@ def differing_parameters_error(when: str, parameters: Sequence[NamedTensor]) -> 
 
 
 def warn_of_differing_buffers(buffers: Sequence[NamedTensor]) -> bool:
-    """Return whether buffers differ, of which rank 0 warns; a collective if there are any."""
+    """Warn on rank 0 if buffers differ; a collective unless there are none.
+
+    Returns:
+        Whether they differ, on every rank.
+    """
     if not buffers or not differences([fingerprint_of(buffers)]):
         return False
     names = listed_names(_differing(buffers))
@@ -100,11 +109,13 @@ def warn_of_differing_buffers(buffers: Sequence[NamedTensor]) -> bool:
 
 
 def _differing(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Return the tensors that are not the same on all ranks; a collective."""
     tensors = [tensor for _name, tensor in named_tensors]
     return [named_tensors[difference.index] for difference in differences(tensors)]
 
 
 def _largest_difference(tensor: torch.Tensor) -> float:
+    """Return how far an element of any rank is from rank 0's at most; a collective."""
     dtype = torch.complex128 if tensor.is_complex() else torch.float64
     values = tensor.detach().to(dtype)
     values_of_rank_0 = differentiable.broadcast(values, 0)
@@ -113,7 +124,7 @@ def _largest_difference(tensor: torch.Tensor) -> float:
 
 
 def listed_names(named_tensors: Sequence[NamedTensor], most: int = _MOST_SHOWN) -> str:
-    """Return the first names, and how many there are beside them."""
+    """Return the first names as text, and how many more there are: "a, b, c and 2 more"."""
     names = [name for name, _tensor in named_tensors]
     text = ", ".join(names[:most])
     if len(names) > most:

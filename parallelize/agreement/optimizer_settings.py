@@ -3,15 +3,15 @@
 A setting is a number of a param group: its learning rate, weight decay, momentum. Gradients are
 averaged, so that optimizers with equal settings make equal steps. A scheduler that is fed with a
 rank's own metric, such as ReduceLROnPlateau, gives each rank another rate. Under ddp the copies of
-the model drift apart. Under fsdp each rank steps its rows at its own rate, and no tensor is there
-twice by which it could be noticed.
+the model drift apart. Under fsdp each rank steps its own rows of the parameters: no two ranks have
+the same tensor, by which the different rates could be noticed.
 
-    each step            the scheduled settings are noted if they have changed
-    a comparison         one digest of all settings, and of all that was noted: 8 bytes
-    if that differs      the ranks send their settings, and what they have noted
+    each step               the scheduled settings are noted if they have changed
+    a comparison            one digest of all settings, and of all noted changes: 8 bytes
+    if the digest differs   the ranks send their settings, and their noted changes
 
-Rates that were different and are equal again, as those of plateaus that the ranks reach one after
-the other, are found by what was noted.
+The noted changes show rates that were different and are equal again, as those of ranks that reach a
+plateau one after the other.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
 
 _MOST_OPTIMIZERS = 16
+"""Optimizers of a block that are kept: those that have stepped last."""
+
 _MOST_CHANGES = 100
+"""Changes of an optimizer that are kept: the latest ones."""
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
-"""What schedules change. The other settings are compared as they are at a comparison."""
+"""Settings that schedules change. The other settings are read at a comparison only."""
 
 _Values = tuple[float | tuple[float, ...], ...]
 """The scheduled settings of all groups of an optimizer, one group after the other."""
 
 
 class _Setting(NamedTuple):
-    """Which setting a value is of.
+    """Where a setting is found.
 
     Args:
-        number: of the optimizer, in the order of their first steps in the block.
-        optimizer: name of its type.
+        number: number of the optimizer, in the order of their first steps in the block.
+        optimizer: name of the optimizer's type.
         group: number of the param group.
-        name: the key in the param group.
+        name: key in the param group, such as "lr".
     """
 
     number: int
@@ -57,7 +60,12 @@ class _Setting(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """The scheduled settings from a step of the optimizer on, counted from 1."""
+    """A change of scheduled settings.
+
+    Args:
+        step: number of the optimizer's first step with these values, from 1.
+        values: the settings from then on.
+    """
 
     step: int
     values: _Values
@@ -65,16 +73,17 @@ class _Change(NamedTuple):
 
 @dataclass
 class _Stepped:
-    """An optimizer that has stepped; it is not referenced itself.
+    """What is kept of an optimizer that has stepped, without a reference to the optimizer.
 
     Attributes:
         optimizer: name of its type.
         groups: its param groups.
         steps: number of its steps.
         settings: the objects of its scheduled settings in the latest step.
-        has_tensors: whether one of them is a tensor, which may change in place.
-        values: their numbers.
-        history: a hash of all changes of these. That of numbers is equal in all processes.
+        has_tensors: whether a scheduled setting is a tensor, which may change in place.
+        values: the numbers of the scheduled settings; None: before the first step.
+        history: a hash of all changes of `values`. It is equal on ranks with the same changes,
+            because Python hashes numbers, unlike texts, alike in all processes.
         changes: the latest changes, for the message.
     """
 
@@ -90,13 +99,13 @@ class _Stepped:
     def note_step(self, groups: list[dict[str, Any]]) -> None:
         """Note a step, and the scheduled settings if they have changed since the step before.
 
-        In most steps the settings are the same objects as before, and no number is read: only a
-        tensor may have another number and be the same object.
+        In most steps the settings are the same objects as before, and no number is read. Only a
+        tensor can be the same object and have another number.
 
         Args:
             groups: the param groups of the optimizer.
         """
-        # Loading a state gives an optimizer another list of groups.
+        # Loading a state into an optimizer replaces its list of groups.
         self.groups = groups
         self.steps += 1
         settings: list[Any] = []
@@ -116,11 +125,11 @@ class _Stepped:
 
 
 class _Report(NamedTuple):
-    """What a rank sends if settings differ; plain types.
+    """What a rank sends if settings differ, of types that need no pickle.
 
     Args:
-        settings: text of each setting, by the fields of `_Setting`.
-        histories: for each optimizer, by its number: the hash of its changes, and the latest ones.
+        settings: the fields of a `_Setting` -> the setting as text.
+        histories: number of an optimizer -> the hash of its changes, and the latest changes.
     """
 
     settings: dict[tuple[int, str, int, str], str]
@@ -130,9 +139,9 @@ class _Report(NamedTuple):
 class OptimizerSettings:
     """The settings of the optimizers that have stepped in a block.
 
-    The param groups of those that stepped last are kept, and not the optimizers: a function in the
-    block may make an optimizer, whose moments are large, and free it before the block ends. Which
-    ones are kept depends on the steps alone, so that it is the same on all ranks.
+    The param groups of the optimizers that stepped last are kept, and not the optimizers: a
+    function in the block may make an optimizer, whose moments are large, and free it before the
+    block ends. Which groups are kept depends on the steps alone: all ranks keep the same ones.
     """
 
     def __init__(self) -> None:
@@ -141,7 +150,7 @@ class OptimizerSettings:
         self._latest: OrderedDict[int, _Stepped] = OrderedDict()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step of an optimizer; it does not wait for a device."""
+        """Note a step of an optimizer; called before each step, it does not wait for a device."""
         number = self._numbers.get(optimizer)
         if number is None:
             number = self._numbers[optimizer] = self._added
@@ -156,22 +165,30 @@ class OptimizerSettings:
             self._latest.popitem(last=False)
 
     def digest(self) -> torch.Tensor:
-        """Return a number that is equal on all ranks if the settings are, and have been."""
+        """Return the digest of the settings and their changes: 0-dim, int64, on the CPU.
+
+        If it is equal on all ranks, the settings are equal, and were equal in all steps.
+        """
         report = self._report()
         return digest(repr((sorted(report.settings.items()), sorted(report.histories.items()))))
 
     def require_equal(self, when: str) -> None:
         """Compare the settings of each rank with rank 0's; a collective.
 
-        One that only some ranks have is not compared: it may belong to what only they do.
+        It is called if a digest differs. It may return all the same: a setting that only some ranks
+        have is not compared, because these ranks alone may train something else, too.
+
+        Args:
+            when: the comparison, such as "at the end of the block", for the message.
 
         Raises:
-            SyncError: one differs.
+            SyncError: a setting differs, or differed in an earlier step.
         """
         reports = [_Report(*sent) for sent in gather_objects(tuple(self._report()))]
         report_of_rank_0 = reports[0]
         for rank, report in enumerate(reports):
             for key, value in report_of_rank_0.settings.items():
+                # A rank without the setting counts as equal.
                 value_of_rank = report.settings.get(key, value)
                 if value_of_rank != value:
                     setting = _Setting(*key)
@@ -182,9 +199,10 @@ class OptimizerSettings:
                     raise self._changed_apart_error(number, changes, changes_of_rank, rank)
 
     def _report(self) -> _Report:
-        """Return the settings of this rank, and what it has noted of them.
+        """Return the settings of this rank as they are now, and their noted changes.
 
-        It reads tensors on a device, and so waits for it, as comparisons of parameters do.
+        Settings that are tensors on a device are read, which waits for the device. Comparisons of
+        parameters do so, too.
         """
         report = _Report({}, {})
         for number, stepped in self._latest.items():
@@ -202,7 +220,17 @@ class OptimizerSettings:
         changes: list[tuple[int, _Values]],
         rank: int,
     ) -> SyncError:
-        """Return the error for settings that have differed before, and are equal again."""
+        """Return the error for settings that differed in an earlier step, and are equal again.
+
+        It names the first step in which the kept changes differ. If there is none, the difference
+        was earlier.
+
+        Args:
+            number: number of the optimizer.
+            changes_of_rank_0: the latest changes on rank 0.
+            changes: the latest changes on the other rank.
+            rank: the other rank.
+        """
         optimizer = self._latest[number].optimizer
         steps = [step for step, _values in (*changes_of_rank_0, *changes)]
         for step in sorted(steps):
@@ -211,6 +239,7 @@ class OptimizerSettings:
             )
             for index, (value_of_rank_0, value) in enumerate(pairs):
                 if value != value_of_rank_0:
+                    # The values of a step are those of one group after the other.
                     group, place = divmod(index, len(_SCHEDULED))
                     setting = _Setting(number, optimizer, group, _SCHEDULED[place])
                     text = f"{value} on rank {rank}"
@@ -220,7 +249,12 @@ class OptimizerSettings:
 
 
 def _values_at(changes: list[tuple[int, _Values]], step: int) -> _Values:
-    """Return the values in a step; empty: the changes up to it are not known any more."""
+    """Return the scheduled settings in a step; () if the changes up to it are not kept any more.
+
+    Args:
+        changes: steps, in ascending order, with the values from each on.
+        step: number of the step.
+    """
     values_at_step: _Values = ()
     for changed_at, values in changes:
         if changed_at <= step:
@@ -229,31 +263,31 @@ def _values_at(changes: list[tuple[int, _Values]], step: int) -> _Values:
 
 
 def _value_of(setting: Any) -> float | tuple[float, ...]:
-    """Return the number of a setting; those of betas, which are a tuple."""
+    """Return the number of a setting, or the numbers of a tuple, such as betas."""
     if isinstance(setting, tuple):
         return tuple(map(_number_of, setting))
     return _number_of(setting)
 
 
 def _number_of(setting: Any) -> float:
-    """Return a number whose hash is that of all processes; 0: it is none, or is read later.
+    """Return a setting as a float; 0.0 for a tensor on a device, or what is no number.
 
-    To read a tensor on a device would wait for it at every step. It is compared as it is at a
-    comparison.
+    Reading a tensor on a device would wait for the device at every step: it is read by `_text_of`,
+    at a comparison.
     """
     if isinstance(setting, torch.Tensor):
         is_readable = setting.device.type == "cpu" and setting.numel() == 1
         setting = setting.item() if is_readable else 0.0
     if not isinstance(setting, (int, float)):
         return 0.0
-    # NaN has another hash each time, and is not equal to itself.
+    # The hash of a NaN is one of the object, and it is not equal to itself.
     return 0.0 if math.isnan(setting) else float(setting)
 
 
 def _texts_of(group: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a param group as texts, by their names.
 
-    Other values of a group, such as a name that the user has given it, are no numbers.
+    Values that are no numbers, such as a name that the user has given the group, are left out.
     """
     texts = {}
     for name, setting in group.items():
@@ -264,7 +298,7 @@ def _texts_of(group: dict[str, Any]) -> dict[str, str]:
 
 
 def _text_of(setting: Any) -> str | None:
-    """Return a number, or several, as text without rounding; None: it is something else."""
+    """Return a number, or a list of numbers, as text without rounding; None for anything else."""
     if isinstance(setting, torch.Tensor):
         # The learning rate of a capturable optimizer is a tensor on the device.
         return repr(setting.item()) if setting.numel() == 1 else None
@@ -284,10 +318,10 @@ def _differing_error(
     """Return the error for a setting that is, or was, not equal on two ranks.
 
     Args:
-        setting: which one.
-        value_of_rank_0: its value there.
-        text_of_rank: the other value, and the rank that has it.
-        when: the comparison, or the step.
+        setting: the setting.
+        value_of_rank_0: its value on rank 0.
+        text_of_rank: the other value and its rank, such as "0.1 on rank 2".
+        when: the comparison or the step, such as "at its step 5".
     """
     return SyncError(
         f"{setting.name} of group {setting.group} of {setting.optimizer}: {value_of_rank_0} on "

@@ -1,8 +1,8 @@
 """Random numbers of the ranks in a block: they differ, for dropout masks and augmentation.
 
-    before the block      equal on the ranks, as a seed has left them
-    in the block          rank 0 goes on, and the other ranks get seeds of their own
-    after the block       all ranks go on with rank 0's
+    before the block      the generators are equal on all ranks, as a seed has left them
+    in the block          rank 0's generators go on, and those of the other ranks are reseeded
+    after the block       all ranks go on with the states of rank 0
 
 Generators that differ between the ranks before the block stay as they are.
 """
@@ -17,25 +17,28 @@ from parallelize.run.context import Runtime
 from parallelize.run.generators import global_generators, state_hash
 
 _Hashes = dict[str, str]
-"""Hashes of the states of a rank's generators, by their names."""
+"""Name of a generator, such as "torch.cuda" -> hash of its state on one rank."""
 
 
 @contextlib.contextmanager
 def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
     """Make the global generators of torch, random and NumPy draw other numbers on each rank.
 
-    A generator whose state is that of a lower rank's is reseeded, so that a run can be repeated:
-    rank 0 draws the numbers of one process, and ranks that differ already stay as they are. The
-    ranks exchange one hash per generator. At the end of the block, unless it raises, rank 0's
-    states are sent to the ranks that had equal ones.
+    A generator is reseeded if a lower rank has one in the same state. So rank 0 draws the numbers
+    that one process would draw. The new seed is made from the state and the rank, so that a run can
+    be repeated. At the end of the block, unless it raises, generators whose state was rank 0's get
+    the state that rank 0's has then.
+
+    All ranks must enter and leave the context together: it makes collectives then.
 
     Args:
         run: runtime of this process.
-        split: whether to reseed equal generators if the config has no seed; with a seed they always
-            are.
+        split: whether to reseed equal generators if the config has no seed. With a seed they are
+            reseeded in any case.
     """
     world, config = run.world, run.config
     is_split = split or config.seed is not None
+    # `logical=` seeds the generators for each part of a batch.
     if world.world_size == 1 or config.logical or not is_split:
         yield
         return
@@ -45,10 +48,12 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
         hashes[name] = state_hash(generator.get())
     hashes_by_rank: list[_Hashes] = gather_objects(hashes)
     for name, generator in generators.items():
-        if _is_among(hashes_by_rank[: world.rank], name, hashes[name]):
+        hashes_of_lower_ranks = hashes_by_rank[: world.rank]
+        if _is_among(hashes_of_lower_ranks, name, hashes[name]):
             generator.seed(int(state_hash(f"{hashes[name]}/{world.rank}"), 16))
     yield
     if not _has_equal_states(hashes_by_rank):
+        # All ranks return here, or none: the broadcast is a collective.
         return
     states = broadcast_object({name: generator.get() for name, generator in generators.items()})
     for name, generator in generators.items():
@@ -62,6 +67,6 @@ def _is_among(hashes_by_rank: Sequence[_Hashes], name: str, state: str) -> bool:
 
 
 def _has_equal_states(hashes_by_rank: Sequence[_Hashes]) -> bool:
-    """Whether a rank had a generator in the state of rank 0's. All ranks find the same."""
+    """Whether a rank had a generator in the state of rank 0's; the same answer on all ranks."""
     items_of_rank_0 = hashes_by_rank[0].items()
     return any(items_of_rank_0 & hashes.items() for hashes in hashes_by_rank[1:])

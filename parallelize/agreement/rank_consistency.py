@@ -4,8 +4,8 @@
     topic        what the text is about, such as a loader; texts of one topic are compared
     sync point   a place in the program that every rank passes once, such as a model's 5th forward
 
-The first rank at a sync point writes its text to the store of the process group. Those that come
-later compare their own text with it. The text is written there before anything that could block, so
+The first rank at a sync point writes its text to the store of the process group. Each rank that
+comes later compares its text with the first one. This is done before anything that could block, so
 that ranks which would wait for each other forever get an error instead.
 """
 
@@ -24,8 +24,8 @@ from parallelize.run.default_group import default_store
 class ConsistencyCheck:
     """A text that must be equal on all ranks.
 
-    It is compared at the next sync point, if the object still exists then: whoever has made it
-    drops it when the text is no longer true.
+    It is compared at the next sync point, if the object still exists then. Its maker, such as a
+    loader, drops it when the text is no longer true.
 
     Args:
         topic: a key that is the same on all ranks.
@@ -42,17 +42,18 @@ def run_checks(pending_checks: WeakSet[ConsistencyCheck], sync_point: str) -> No
     """Compare the pending texts with those of the first rank at a sync point, and forget them.
 
     Args:
-        pending_checks: those of the run.
-        sync_point: its name, which is used once in the life of the store: a second run of the same
-            process group would otherwise be compared with the first one.
+        pending_checks: the checks of the run.
+        sync_point: name of the sync point. No other one in the life of the process group may have
+            this name: the texts would be compared with those that are in the store already.
 
     Raises:
-        SyncError: the first rank has said something else.
+        SyncError: the first rank has written another text.
     """
     if not pending_checks:
         return
     checks = list(pending_checks)
     pending_checks.clear()
+    # Without a process group, this process is the only rank.
     if not dist.is_initialized():
         return
     for check in checks:
@@ -60,12 +61,18 @@ def run_checks(pending_checks: WeakSet[ConsistencyCheck], sync_point: str) -> No
 
 
 def _compare_with_first_rank(check: ConsistencyCheck, sync_point: str) -> None:
+    """Write the text of a check to the store, or compare it with the text that is there.
+
+    Raises:
+        SyncError: they differ.
+    """
     text_of_this_rank = f"rank {dist.get_rank()} {check.text}"
     key = f"parallelize/{sync_point}/{check.topic}"
-    # Writes the text if there is none yet, and returns the one that is there.
+    # `compare_set` writes the text if there is none yet, and returns the text that is there.
     stored = default_store().compare_set(key, "", text_of_this_rank)
     text_of_first_rank = stored.decode()
-    _rank, _number, first_text = text_of_first_rank.split(" ", maxsplit=2)
+    # Such as "rank 2 iterates epoch 3".
+    _word_rank, _number, first_text = text_of_first_rank.split(" ", maxsplit=2)
     if first_text != check.text:
         raise SyncError(
             f"{text_of_this_rank}, where {text_of_first_rank}",
