@@ -1,11 +1,13 @@
 """What a thread waits for, in the words of the code that waits: reports of hangs name it.
 
-A stack does not show it. In compiled code, such as `work.wait()`, no frame says that the thread waits for other ranks,
-and no frame has the call as the user has written it, such as "barrier('saved')".
+A stack does not show this. In compiled code, such as `work.wait()`, no frame says that the thread
+waits for other ranks, and no frame has the call as the user has written it, such as
+"barrier('saved')".
 
-    main thread      with waiting_for("barrier('saved')"):     notes the wait under the number of the thread
-    watchdog thread  wait_of_thread(number of the main thread)   reads it twice a second
-    an error         wait_of_error(error)                        has left the block, and has taken the wait along
+    main thread        with waiting_for("barrier('saved')"):
+                           work.wait()     the wait is noted under the number of the thread
+    watchdog's thread  wait_of_thread(number of the main thread)     twice a second
+    after an error     wait_of_error(error)     the error has left the block, and has the wait
 """
 
 from __future__ import annotations
@@ -31,24 +33,26 @@ class Wait(NamedTuple):
 
 
 _wait_by_thread: dict[int, Wait] = {}
-"""The innermost wait of each thread that is in one, by the number of the thread.
+"""Number of a thread that waits -> its innermost wait.
 
-A `threading.local` would not do: the watchdog reads the wait of another thread.
+A `threading.local` would not do, because the watchdog's thread reads the wait of the main thread.
 """
 
 _ATTRIBUTE = "_parallelize_wait"
-"""Attribute of an error that has left a wait."""
+"""Attribute of an error with the innermost wait that the error has left."""
 
 
 @contextlib.contextmanager
 def waiting_for(call: str, *, is_blocked: bool = False) -> Iterator[None]:
-    """Say in a block what this thread waits for, if it waits there for other ranks. Of nested blocks, the inner counts.
+    """Say what this thread waits for if it waits for other ranks in the block.
+
+    Of nested blocks, the innermost one counts.
 
     Args:
         call: the call that waits, as reports name it.
-        is_blocked: whether the block does nothing but wait. Hang detection then needs no frame of torch.distributed
-            to know that the thread is blocked. It must be False where the block also pickles or writes a file: a rank
-            that is slow would be reported as one that waits.
+        is_blocked: whether the block does nothing but wait. Hang detection then knows that the
+            thread is blocked, even if its stack has no frame of torch.distributed. It must be False
+            if the block also pickles or writes a file: a slow rank would be reported as waiting.
     """
     thread = threading.get_ident()
     outer = _wait_by_thread.get(thread)
@@ -57,6 +61,7 @@ def waiting_for(call: str, *, is_blocked: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # An inner block has come first, and its wait stays.
         error.__dict__.setdefault(_ATTRIBUTE, wait)
         raise
     finally:
@@ -67,11 +72,11 @@ def waiting_for(call: str, *, is_blocked: bool = False) -> Iterator[None]:
 
 
 def wait_of_thread(thread: int) -> Wait | None:
-    """Return the innermost wait of a thread, by its number; None: it is in none."""
+    """Return the innermost wait of the thread with a number; None: the thread is in no wait."""
     return _wait_by_thread.get(thread)
 
 
 def wait_of_error(error: BaseException) -> Wait | None:
-    """Return the innermost wait that an error has left; None: it was raised elsewhere."""
+    """Return the innermost wait that an error has left; None: the error was raised in no wait."""
     wait: Wait | None = error.__dict__.get(_ATTRIBUTE)
     return wait
