@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _MANY = 1_000_000
-"""Leaves that a walk reaches in a second or two."""
+"""Number of leaves that a walk reaches in a second or two."""
 
 
 def leaves(value: Any, *, once: bool = False) -> list[Any]:
@@ -23,11 +23,12 @@ def leaves(value: Any, *, once: bool = False) -> list[Any]:
 
     Args:
         value: nested containers.
-        once: whether a container that is in several places counts once; else it counts at each.
-            Ten lists, each of which holds the next one ten times, have 10^10 leaves.
+        once: whether the leaves of a container that is in several places are returned once. If
+            not, they are returned for each place, which may take forever: ten lists, each of which
+            holds the next list ten times, have 10^10 leaves.
 
     Raises:
-        RecursionError: a container contains itself, or hundreds contain each other.
+        RecursionError: a container contains itself, or hundreds of containers are nested.
     """
     if once:
         collected: list[Any] = []
@@ -47,19 +48,20 @@ def leaves(value: Any, *, once: bool = False) -> list[Any]:
 
 
 def _collect_once(value: Any, collected: list[Any], is_complete: dict[int, bool]) -> None:
-    """Add the leaves of a value to those that are collected.
+    """Append the leaves of a value to `collected`, those of each container once.
 
     Args:
         value: nested containers.
         collected: gets the leaves.
-        is_complete: id of a container -> whether all of its leaves are collected; False while they
-            are being so.
+        is_complete: id of a container that was met -> whether all of its leaves are collected;
+            False while the walk is inside the container.
     """
     items = _items(value)
     if items is None:
         collected.append(value)
         return
-    if not is_complete.get(id(value), True):
+    is_inside_itself = is_complete.get(id(value)) is False
+    if is_inside_itself:
         raise RecursionError(f"a {type(value).__name__} contains itself")
     if id(value) not in is_complete:
         is_complete[id(value)] = False
@@ -69,26 +71,34 @@ def _collect_once(value: Any, collected: list[Any], is_complete: dict[int, bool]
 
 
 def is_entangled(value: Any) -> bool:
-    """Return whether containers are in so many places that a walk to each takes too long.
+    """Return whether containers are in so many places that a walk to each place takes too long.
+
+    Checkpoints refuse such a state before torch walks through it, which would seem to hang.
 
     Raises:
-        RecursionError: a container contains itself, or hundreds contain each other.
+        RecursionError: a container contains itself, or hundreds of containers are nested.
     """
-    distinct = len(leaves(value, once=True))
-    return _count(value, {}) > _MANY + 100 * distinct
+    leaves_once = len(leaves(value, once=True))
+    # A state of many leaves takes long anyway: up to a hundred places for each are let through.
+    return _count_at_all_places(value, {}) > _MANY + 100 * leaves_once
 
 
-def _count(value: Any, counts: dict[int, int]) -> int:
-    """Return the number of places of leaves, in a time of the number of containers."""
+def _count_at_all_places(value: Any, count_by_id: dict[int, int]) -> int:
+    """Return the length of `leaves(value)` without that walk: each container is counted once.
+
+    Args:
+        value: nested containers.
+        count_by_id: id of a container -> number of its leaves.
+    """
     items = _items(value)
     if items is None:
         return 1
-    if id(value) not in counts:
+    if id(value) not in count_by_id:
         total = 0
         for item in items:
-            total += _count(item, counts)
-        counts[id(value)] = total
-    return counts[id(value)]
+            total += _count_at_all_places(item, count_by_id)
+        count_by_id[id(value)] = total
+    return count_by_id[id(value)]
 
 
 def map_leaves(
@@ -104,8 +114,11 @@ def map_leaves(
         change: function from a leaf to its new value.
         value: nested containers, as in `leaves`.
         is_leaf: returns whether a container is treated as a leaf.
-        once: whether a container that is in several places is copied once, and its copy is in all
-            of them; else it is copied for each place.
+        once: whether a container that is in several places gets one copy, which is in all these
+            places. If not, it gets a copy for each place.
+
+    Raises:
+        RecursionError: as for `leaves`.
     """
     copies: dict[int, Any] | None = None
     if once:
@@ -119,13 +132,13 @@ def _mapped(
     is_leaf: Callable[[Any], bool],
     copies: dict[int, Any] | None,
 ) -> Any:
-    """Return the copy of a value.
+    """Return a changed copy, as `map_leaves` does.
 
     Args:
         change: as for `map_leaves`.
         value: nested containers.
         is_leaf: as for `map_leaves`.
-        copies: id of a container -> its copy; None: a container is copied for each place.
+        copies: id of a container -> its copy; None: a container gets a copy for each place.
     """
     if is_leaf(value):
         return change(value)
@@ -141,10 +154,11 @@ def _mapped(
 
 
 def replace_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with other leaves; a container in which no leaf changes is the same object.
+    """Return `value` with changed leaves; a container in which no leaf changes is not copied.
 
-    A forward may fill a list or a dict that it gets, such as a cache: the caller sees that only in
-    its own container. Containers with a leaf that changes are copied, and stay as they are.
+    This moves the inputs of a forward to another device. A forward may fill a list or a dict that
+    it gets, such as a cache, and the caller looks for the new items in the container that it has
+    passed. A container in which a leaf changes is copied, and the original is left as it is.
 
     Args:
         change: function from a leaf to its new value, or to the leaf itself.
@@ -154,20 +168,21 @@ def replace_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     if items is None:
         return change(value)
     replaced = [replace_leaves(change, item) for item in items]
-    if all(map(operator.is_, replaced, items)):
+    is_unchanged = all(map(operator.is_, replaced, items))
+    if is_unchanged:
         return value
     return _like(value, replaced)
 
 
 def with_leaves(value: Any, new: Iterable[Any]) -> Any:
-    """Return a copy of `value` with other leaves, in the order of `leaves`."""
-    values = iter(new)
-    return map_leaves(lambda _: next(values), value)
+    """Return a copy of `value` with new leaves, as many as `leaves(value)` has, in that order."""
+    new_leaves = iter(new)
+    return map_leaves(lambda _: next(new_leaves), value)
 
 
 def _items(value: Any) -> Iterable[Any] | None:
-    """Return what a container holds; None: it is a leaf."""
-    # First, because this runs for every tensor of every step.
+    """Return the items of a container; None: the value is a leaf."""
+    # Tensors come first, because this runs for every tensor of every step.
     if isinstance(value, torch.Tensor):
         return None
     if isinstance(value, tuple) and hasattr(value, "to"):
@@ -182,7 +197,7 @@ def _items(value: Any) -> Iterable[Any] | None:
 
 
 def _like(value: Any, items: list[Any]) -> Any:
-    """Return a container of the same type with other items."""
+    """Return a container of the same type with new items, in the order of `_items`."""
     if isinstance(value, tuple):
         tuple_type: Any = type(value)
         if hasattr(value, "_fields"):

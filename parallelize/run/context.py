@@ -1,4 +1,4 @@
-"""The active run of this process (its World, Config and devices)."""
+"""The active run of this process, and functions that read it, such as `rank()`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class Runtime:
     Args:
         world: rank and world size.
         layout: the config, and the devices of every local rank.
-        state: what has happened so far in the run.
-        loaders: the run's loaders.
         rendezvous: what a launcher gives its ranks to meet each other.
-        loader_warnings: what the run was told about ranks that read the same data.
+        state: what has happened so far in the run.
+        loaders: what the run's loaders share.
+        loader_warnings: which warnings about ranks that read the same data were shown.
         loader_weights: which batch's weight belongs to which loss.
         watchdog: detects hangs if the run has several processes.
-        background_saves: the latest save of a checkpoint by a thread, which the next one waits for.
-        sharded_tensors: those that fsdp makes in the run.
-        ends_of_calls: what ends when a decorated function returns, for each that runs, outer ones
-            first.
+        background_saves: the latest save of a checkpoint by a thread; empty before the first. The
+            next save waits for it, because the threads of all checkpoints send in one group.
+        sharded_tensors: the tensors that fsdp has sharded in the run.
+        ends_of_calls: for each decorated function that runs now, outer functions first: the ends of
+            the blocks that must end when the function returns.
     """
 
     world: World
@@ -73,10 +74,10 @@ class Runtime:
 
     @contextlib.contextmanager
     def ending_blocks(self) -> Iterator[None]:
-        """End what a decorated function has begun and left open when it returns.
+        """Return a context for the call of a decorated function: it ends blocks left open there.
 
-        A decorated function may call another one. When the inner one returns, what the outer one
-        has begun goes on.
+        `parallel_model(model).start()` begins such a block. A decorated function may call another
+        one. When the inner function returns, the blocks of the outer function go on.
         """
         with contextlib.ExitStack() as end_of_call:
             self.ends_of_calls.append(end_of_call)
@@ -97,7 +98,8 @@ def active() -> Runtime | None:
 def current() -> Runtime:
     """Return the active run.
 
-    Outside of a run, build one from a launcher's variables, or else one of a single process.
+    Outside of a run, return a new Runtime that is not active: for the ranks that a launcher has
+    started, as its variables say, or else for this process alone.
 
     Raises:
         ConfigError: launcher or PARALLELIZE_<OPTION> variables are invalid or contradict each
@@ -112,7 +114,10 @@ def current() -> Runtime:
 
 
 def current_world() -> World:
-    """Return the World of this process; it probes no devices, which need not be usable."""
+    """Return the World of this process.
+
+    Unlike `current`, it does not probe the devices: `rank()` works where they are not usable.
+    """
     runtime = active()
     if runtime is not None:
         return runtime.world
@@ -121,11 +126,11 @@ def current_world() -> World:
 
 @contextlib.contextmanager
 def activate(runtime: Runtime) -> Iterator[Runtime]:
-    """Activate a run in a block: its surroundings, current device and process group."""
+    """Activate a run in a block: make it the current run, and set the device and process group."""
     workspaces = _deterministic_workspaces(runtime)
     with running(runtime):
         group = process_group(runtime.world, runtime.layout, runtime.watchdog, runtime.rendezvous)
-        # At its end, this context makes no context of CUDA on the device that was current before.
+        # At its end, `device_index` makes no CUDA context on the device that was current before.
         device = torch.accelerator.device_index(runtime.device.index)
         with workspaces, device, group:
             yield runtime
@@ -136,10 +141,10 @@ def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
     """Under `logical=`, let cuBLAS use workspaces with which a product has the same bits each time.
 
     torch and cuBLAS read the sizes of the workspaces from a variable, when a process multiplies
-    matrices on a GPU for the first time. If the user has set the variable, its value stays. The
-    value has no effect if the process has multiplied before. Then, and if the user's value does not
-    help, torch warns in the block, by the name of the variable (alertCuBLASConfigNotDeterministic,
-    in Context.cpp).
+    matrices on a GPU for the first time. In a process that has multiplied before, a new value has
+    no effect. If the user has set the variable, its value stays, and may not help. In both cases
+    torch warns in the block, and names the variable (alertCuBLASConfigNotDeterministic, in
+    Context.cpp).
 
     Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     """
@@ -156,9 +161,9 @@ def _deterministic_workspaces(run: Runtime) -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, where values cannot be read.
+    """Whether a CUDA graph is being captured. No value of a tensor can be read meanwhile.
 
-    It asks no driver under a run on the CPU.
+    In a run on the CPU, the driver is not asked: that would initialize a GPU of the machine.
     """
     is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     return is_initialized and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""What this library keeps for the default process group of this process while that exists."""
+"""What this library keeps for a default process group, as long as that group exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallelize.run.surroundings import surroundings
 
 
 class KeyState(enum.Enum):
-    """Whether the ranks of a default group know if they have a key in common."""
+    """Whether it is decided which key the ranks of a default group have: see `run_key.py`."""
 
     OPEN = enum.auto()
     """Nobody has given a key, and the ranks have not looked for one."""
@@ -25,17 +25,18 @@ class KeyState(enum.Enum):
 class DefaultGroupRecord:
     """Facts about one default group, which may be the user's and live longer than a run.
 
-    A later run with the same group needs the groups and the key that an earlier one has made
-    together with the other ranks. Each field is therefore changed only in calls that all ranks make
-    in one order. A rank whose counter were ahead would read keys of the store that no other rank
-    writes, and wait forever.
+    A later run on the same group needs the groups and the key that the ranks have made together in
+    an earlier run. So each field is changed only in calls that all ranks make in one order. A rank
+    whose counter were ahead would read keys of the store that no other rank writes, and wait
+    forever.
 
     Attributes:
         key_state: whether `key` is decided.
-        key: the secret of the ranks; None while it is open, and if the ranks have none.
-        separate_groups: the groups beside the default one, by what tells them apart.
-        watches: number of runs that have watched for hangs with this group. Each has keys of its
-            own in the store.
+        key: the secret of the ranks; None while it is not decided, and if the ranks have no key.
+        separate_groups: the groups that `groups.py` has made, by purpose and backend, or by purpose
+            and ranks.
+        watches: number of runs that have watched for hangs with this group. The prefix of a run's
+            keys in the store has this number, so that no run reads what an earlier run has written.
     """
 
     key_state: KeyState = KeyState.OPEN

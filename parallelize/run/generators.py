@@ -16,9 +16,14 @@ _MERSENNE_WORDS = 624
 
 
 class GeneratorAccess(NamedTuple):
-    """Functions of a generator: they return its state, set it to a state, and seed it.
+    """Functions of one generator.
 
-    `check` raises if a value is no state of such a generator, and changes nothing.
+    Args:
+        get: returns the state.
+        set: sets the generator to a state.
+        seed: seeds the generator.
+        check: raises if a value, such as one of a file, is not a state that `set` takes; changes
+            nothing.
     """
 
     get: Callable[[], Any]
@@ -31,7 +36,8 @@ def global_generators(devices: Collection[torch.device] | None) -> dict[str, Gen
     """Return global generators by name, such as "torch", "torch.cuda" and "random".
 
     Args:
-        devices: devices of torch's generators, besides the CPU; None: none of torch's.
+        devices: devices whose generators of torch are returned, besides the one of the CPU; None:
+            no generator of torch is returned.
     """
     generators = {}
     if devices is not None:
@@ -52,7 +58,11 @@ def global_generators(devices: Collection[torch.device] | None) -> dict[str, Gen
 
 
 def _generators_of_torch(devices: Collection[torch.device]) -> dict[str, GeneratorAccess]:
-    """Return torch's generators by name: "torch" of the CPU, "torch.cuda", "torch.cuda 2", ..."""
+    """Return torch's generators by name: "torch" of the CPU, "torch.cuda", "torch.cuda 2", ...
+
+    The names count the devices of this process, and do not have their indices: ranks on other
+    devices have the same names, by which they compare states.
+    """
     cpu = torch.device("cpu")
     generators = {"torch": _generator_of_torch(torch.default_generator, cpu)}
     accelerators = [device for device in dict.fromkeys(devices) if device != cpu]
@@ -76,14 +86,17 @@ def _generator_of_torch(generator: torch.Generator, device: torch.device) -> Gen
 
 
 def _check_torch(device: torch.device, state: Any) -> None:
+    """Raise if a new generator on the device refuses the state."""
     torch.Generator(device).set_state(state)
 
 
 def _seed_numpy(seed: int) -> None:
+    # NumPy refuses seeds of more than 32 bits.
     np.random.seed(seed % 2**32)
 
 
 def _check_numpy(state: Any) -> None:
+    """Raise if a value is no state of NumPy's global generator."""
     np.random.RandomState().set_state(state)
     # NumPy takes any position, and would read the memory behind its 624 words.
     position = state["state"]["pos"]
@@ -92,7 +105,7 @@ def _check_numpy(state: Any) -> None:
 
 
 class RNGState:
-    """States of global generators when the object was created.
+    """The states that the global generators had when this object was created.
 
     Args:
         devices: as for `global_generators`.
@@ -125,13 +138,16 @@ def seed_generators(seed: int) -> None:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a seed computed from values by hashing."""
+    """Return a seed of 56 bits, computed from values by hashing.
+
+    The values are hashed as texts. `hash()` would give another seed in each process.
+    """
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def state_hash(value: object) -> str:
-    """Return a hash of the value's text, as 16 hexadecimal digits."""
+    """Return a hash of a generator's state, or of another value's text: 16 hexadecimal digits."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()

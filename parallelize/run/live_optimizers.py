@@ -12,9 +12,10 @@ from parallelize.torch_patches.step import parameters_of
 
 
 def live_optimizers(parameters: Iterable[torch.Tensor], *, also: Iterable[Any] = ()) -> list[Any]:
-    """Return the optimizers that hold one of the parameters.
+    """Return the optimizers that hold at least one of the parameters.
 
-    Objects that gc.freeze() has hidden are not found.
+    A block is given models, and need not be given their optimizers. So this searches all objects
+    that the garbage collector tracks, except those that gc.freeze() has hidden.
 
     Args:
         parameters: the parameters.
@@ -32,5 +33,5 @@ def live_optimizers(parameters: Iterable[torch.Tensor], *, also: Iterable[Any] =
 
 
 def _is_optimizer(instance: Any) -> bool:
-    # Not isinstance, which asks proxy objects of the user for their __class__.
+    # `isinstance` would ask proxy objects of the user for their __class__, which runs their code.
     return issubclass(type(instance), torch.optim.Optimizer)

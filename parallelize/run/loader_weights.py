@@ -1,6 +1,8 @@
 """Which batch's weight belongs to which loss: the state of a run, without its backward passes.
 
-A loop over a loader has a weight for its latest batch. A batch lives so:
+At the end of an epoch, ranks may have batches of different sizes. The gradients of such a batch
+have a weight, so that their average over the ranks is the average over samples: see
+`gradients/batch_weights.py`. A loop over a loader has the weight of its latest batch:
 
     batch is taken      the loop yields it                          LoaderWeights.take_batch
          |
@@ -11,16 +13,16 @@ A loop over a loader has a weight for its latest batch. A batch lives so:
          |
     next batch          of the same loop, or the loop ends          take_batch, end_loop
 
-A pass has the weight of the latest batch. This is wrong for a loop that runs ahead, as one that
-takes two batches and then makes a pass for each of them; but as long as all its batches have one
-weight, nobody can tell. The paces of a loop, of which no one leads back:
+A backward pass gets the weight of the latest batch. In a loop that runs ahead, the pass may be of
+an earlier batch: a loop may take two batches, and then make a pass for each. This does no harm as
+long as all batches have the same weight. A loop never goes back to an earlier pace:
 
-    IN_STEP ---- a batch is taken before the pass of the one before it ----> AHEAD
-       |                                                                       |
-       '---- the same, and the weights of the two differ ----> AMBIGUOUS <-----'
-                                                        a batch has another weight
+    IN_STEP ---- a batch is taken before the pass of the batch before ----> AHEAD
+       |                                                                      |
+       '---- the same, and the weights of the two differ ---> AMBIGUOUS <-----'
+                                                       a batch has another weight
 
-The next pass of an AMBIGUOUS loop is refused, because its weight may be that of an earlier batch.
+The next pass of an AMBIGUOUS loop is refused, because it may need the weight of an earlier batch.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ class LoaderLoop:
 
     Attributes:
         weight: of the latest batch; 1 if all processes have equally many samples.
-        awaits_backward: whether no backward pass was made since the batch was taken, with gradients
-            enabled. An evaluation takes batches that await none.
-        has_trained: whether a backward pass was made of any batch.
+        awaits_backward: whether the latest batch was taken with gradients enabled, and no backward
+            pass was made since. A batch of an evaluation awaits no pass.
+        has_trained: whether a backward pass was made in the loop.
         pace: whether batches are taken in step with backward passes.
     """
 
@@ -59,7 +61,7 @@ class LoaderLoop:
     pace: Pace = Pace.IN_STEP
 
     def take_batch(self, weight: float) -> None:
-        """Set the weight of a batch that the loader is about to yield."""
+        """Note the weight of the batch that the loop is about to yield, and the pace."""
         if self.awaits_backward and self.pace is Pace.IN_STEP:
             self.pace = Pace.AHEAD
         if self.pace is Pace.AHEAD and weight != self.weight:
@@ -68,7 +70,7 @@ class LoaderLoop:
         self.awaits_backward = torch.is_grad_enabled()
 
     def begin_backward(self) -> None:
-        """Record a backward pass of the latest batch.
+        """Note that a backward pass begins, which may be a further pass of the same batch.
 
         Raises:
             SyncError: the backward pass may belong to an earlier batch, with another weight.
@@ -82,7 +84,10 @@ class LoaderLoop:
         self.has_trained = True
 
     def end_epoch(self) -> None:
-        """Record that the loader is exhausted.
+        """Check that the weight of the last batch was used; called when the loader is exhausted.
+
+        After the loop, a pass of that batch would have the weight 1. A loop without any pass is let
+        through: it may be an evaluation that has left gradients enabled.
 
         Raises:
             SyncError: the last batch has a weight other than 1, and no backward pass yet.
@@ -94,7 +99,7 @@ class LoaderLoop:
 
     @property
     def needs_weight(self) -> bool:
-        """Whether a pass of its batches, made after its end, would need a weight that is gone."""
+        """Whether a pass that comes after the loop, for one of its batches, may need its weight."""
         return self.awaits_backward and (self.pace is Pace.AMBIGUOUS or self.weight != 1.0)
 
 
@@ -103,10 +108,10 @@ class LoaderWeights:
     """The loops over the loaders of one run in this process.
 
     Attributes:
-        loops: those that go on, outer ones first.
-        loops_of_loss: those whose batches the latest loss was computed from.
+        loops: the loops that have not ended, outer loops first.
+        loops_of_loss: the loops from whose batches the latest loss was computed.
         has_lost_weight: whether a loop has ended before a backward pass that needs its weight, and
-            no batch was taken since. Such a pass would have the weight 1, silently.
+            no batch for training was taken since. Such a pass would silently have the weight 1.
     """
 
     loops: list[LoaderLoop] = field(default_factory=list)
@@ -114,26 +119,28 @@ class LoaderWeights:
     has_lost_weight: bool = False
 
     def begin_loop(self, loop: LoaderLoop) -> None:
-        """Note a loop that begins, inside the present ones."""
+        """Note a loop that begins, as the innermost one."""
         self.loops.append(loop)
 
     def take_batch(self, loop: LoaderLoop, weight: float) -> None:
         """Note that a loop is about to yield a batch."""
         loop.take_batch(weight)
+        # The next pass is of this batch, and not of a loop that has ended.
         if loop.awaits_backward:
             self.has_lost_weight = False
 
     def begin_backward(self) -> None:
-        """Find the loops of a loss, those that have yielded a batch since the latest backward pass.
+        """Find the loops of the loss whose backward pass begins: their batches await a pass.
 
-        A second loss of the same batches has the loops of the first one.
+        If no batch awaits a pass, this is a second loss of the same batches, and its loops stay
+        those of the first loss. So several calls for one pass do no harm.
 
         Raises:
             SyncError: the loss may be of an earlier batch, with another weight.
         """
-        new = [loop for loop in self.loops if loop.awaits_backward]
-        if new:
-            self.loops_of_loss = new
+        awaiting_loops = [loop for loop in self.loops if loop.awaits_backward]
+        if awaiting_loops:
+            self.loops_of_loss = awaiting_loops
         for loop in self.loops_of_loss:
             loop.begin_backward()
 
@@ -141,7 +148,7 @@ class LoaderWeights:
         """Return the weight of the batches from which the latest loss was computed.
 
         Raises:
-            SyncError: they have different weights.
+            SyncError: the batches have different weights.
         """
         if not self.loops_of_loss:
             return 1.0
@@ -157,20 +164,27 @@ class LoaderWeights:
         return weights.pop()
 
     def end_loop(self, loop: LoaderLoop) -> None:
-        """Note the end of a loop; after an inner one, the next loss is of the batch around it."""
+        """Note the end of a loop.
+
+        If the latest loss was of this loop alone, the next loss is taken for one of the loop around
+        it.
+        """
         self.loops.remove(loop)
         if loop.needs_weight:
             self.has_lost_weight = True
         if loop in self.loops_of_loss:
             self.loops_of_loss.remove(loop)
         if not self.loops_of_loss:
+            # This stays empty after the outermost loop.
             self.loops_of_loss = self.loops[-1:]
 
     def refuse_lost_weight(self) -> None:
-        """Refuse a pass after a loop that has ended before the passes of its batches.
+        """Refuse a backward pass whose weight is gone; called at the beginning of each pass.
+
+        In another loop the pass is taken for one of that loop.
 
         Raises:
-            SyncError: there was such a loop, and the pass may be of its batches.
+            SyncError: a loop has ended before the passes of its batches.
         """
         if self.has_lost_weight and not self.loops:
             self.has_lost_weight = False

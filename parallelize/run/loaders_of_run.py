@@ -16,7 +16,7 @@ class Parts(NamedTuple):
 
     Args:
         sizes: number of samples of each part.
-        are_equal: whether all parts of all processes have as many.
+        are_equal: whether all parts of all processes have equally many samples.
     """
 
     sizes: list[int]
@@ -25,13 +25,13 @@ class Parts(NamedTuple):
 
 @dataclass(eq=False, frozen=True)
 class ActiveLoader:
-    """A loader that is being iterated.
+    """A loader that is being iterated: its pass keeps this object.
 
-    The startup summary names its batches while this object exists.
+    The startup summary names the batches of the loader while this object exists.
 
     Args:
-        batch_sizes: local and global batch size, such as "32 x 4 processes = 128 global"; "": they
-            are not known.
+        batch_sizes: local and global batch size, such as "32 x 4 processes = 128 global"; "": the
+            sizes are not known.
     """
 
     batch_sizes: str
@@ -42,24 +42,27 @@ class LoadersOfRun:
     """The loaders of one run in this process.
 
     Attributes:
-        sharded: the user's DataLoader -> its sharded loaders, by their options. An entry is freed
-            with the user's.
-        made: line of code -> number of loaders that were made there.
-        passes: number of passes that were begun: each may have drawn from the global generators.
-        compared: number of orders that this process has compared with the other ranks' at once. It
-            is the same on all ranks, which read in one order: the text that they compare has its
-            number.
-        compared_data: lines with types of datasets that were compared with those of the other
-            ranks.
-        has_evaluated: whether a loader was read without gradients.
+        sharded: the user's DataLoader -> options -> the sharded loader, which a later call of
+            `shard_loader` returns again. An entry is freed with the DataLoader.
+        made: line of code -> number of loaders that were made there. It makes their names differ.
+        passes: number of passes over loaders that were begun. Each may have drawn from the global
+            generators, which `logical=` must not take for a draw of the user's code.
+        compared: number of orders of data that were compared with the other ranks when the pass
+            began. The name of a comparison has this number, which must be the same on all ranks.
+        compared_data: a line with a type of dataset, such as "train.py:41 Images", for each that
+            was compared with the other ranks.
+        has_evaluated: whether a loader was read without gradients on several processes, so that
+            ranks have computed values of different samples.
         merged_ranks: number of ranks whose batches this one process reads in each step, for
             `compare`.
-        parts_by_size: number of samples of a batch -> its parts, of the latest batch with as many.
+        parts_by_size: number of samples of a batch -> the parts of the latest batch of that size.
+            `logical=` looks for the parts of a forward by the size of its inputs.
         shared_samples: number of this process's samples in the latest batch, if all processes share
-            it (batch="global"); 0: they do not, or the number is not known. Loaders set it, for the
-            check of losses that compare the samples of a batch.
+            the batch (batch="global"); 0: they do not share it, or the number is not known. Loaders
+            set it, for the check of losses that compare the samples of a batch.
         active: the loaders that are being iterated.
-        unwatched: the context in which this library reads loaders of the user.
+        unwatched: the context in which this library reads loaders of the user itself, without the
+            warning that they are not sharded.
     """
 
     sharded: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)
@@ -81,7 +84,7 @@ class LoadersOfRun:
         return loader
 
     def active_batch_sizes(self) -> list[str]:
-        """Return the batch sizes of the loaders that are being iterated, each once."""
+        """Return the batch sizes of the loaders that are being iterated, equal sizes once."""
         sizes = {loader.batch_sizes for loader in self.active}
         return sorted(sizes - {""})
 
@@ -90,15 +93,18 @@ class LoadersOfRun:
 class LoaderWarnings:
     """State of the two warnings about ranks that read the same data.
 
-    Without it, the same fault would be told in each pass.
+    `data/forgotten.py` warns of a DataLoader that is not sharded, and `agreement/first_step.py` of
+    equal inputs of the models. Without this state, both would warn of the same fault, and in each
+    epoch again.
 
     Attributes:
         passes: number of backward passes in blocks of the run.
-        judged_datasets: ids of the datasets that were compared with those of the other ranks, by
-            the line of their loop. It is filled alike on all ranks.
-        told_lines: lines with a loop over a DataLoader that were told.
+        judged_datasets: line of a loop over a DataLoader -> ids of the datasets that need no more
+            comparison with the other ranks. It is filled alike on all ranks.
+        told_lines: lines of loops of which the user was warned, by one of the two warnings.
         names_loader: whether a warning has named the line of a DataLoader, on the main rank.
-        same_inputs_at: number of passes when equal inputs of the ranks were told; 0: they were not.
+        same_inputs_at: value of `passes` when the inputs were found equal on all ranks; 0: they
+            were not.
     """
 
     passes: int = 0

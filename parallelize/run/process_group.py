@@ -52,13 +52,13 @@ def process_group(
     watchdog: Watchdog,
     rendezvous: Rendezvous,
 ) -> Iterator[None]:
-    """Initialize the default process group of a run, or use the user's.
+    """In the block, have a default process group: the user's if it exists, else one of the run.
 
     Args:
         world: rank and world size.
         layout: provides the timeout, `init_connection` and the group's backend.
         watchdog: detects hangs if the group has several processes.
-        rendezvous: what the launcher gives.
+        rendezvous: what a launcher of this library gives its ranks to meet each other.
     """
     if dist.is_initialized():
         lifetime = _users_group(world, layout, watchdog)
@@ -70,7 +70,10 @@ def process_group(
 
 @contextlib.contextmanager
 def _users_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[None]:
-    """Use the default group that the user's code has initialized, and leave it as it is."""
+    """Use the default group that the user's code has initialized, and leave it as it is.
+
+    The ranks run no collective to agree on a key, as under `init_connection`: see `_key_at_start`.
+    """
     device = layout.devices[world.local_rank][0]
     with (
         watching(watchdog, device, layout.config.timeout, since_ns=None),
@@ -91,6 +94,7 @@ def _group_of_run(
     config = layout.config
     since_ns = time.time_ns()
     torch_timeout = config.timeout
+    # A rank may be stopped in pdb for long. The watchdog knows that, and torch's timeout does not.
     if watchdog.has_debugger:
         torch_timeout = DEBUGGED
     store: dist.Store | None = None
@@ -98,13 +102,15 @@ def _group_of_run(
         config.init_connection(world)
     else:
         store = _initialize(reachable(world), layout, torch_timeout, rendezvous.store)
+    # PARALLELIZE_KEY, if the user has set it, comes before the key of a launcher.
     if rendezvous.key is not None and known_run_key() is None:
         give_run_key(rendezvous.key)
     device = layout.devices[world.local_rank][0]
     try:
         with (
             timeout_of_new_groups(torch_timeout),
-            reachable_gloo(reachable(world)),  # The user may make groups, too.
+            # The user may make groups of gloo, too.
+            reachable_gloo(reachable(world)),
             watching(watchdog, device, config.timeout, since_ns=since_ns),
             replace_group_functions(),
             _signed_objects(_key_at_start(world, is_connected_by_user=store is None)),
@@ -121,8 +127,8 @@ def _key_at_start(world: World, *, is_connected_by_user: bool) -> bytes | None:
     """Return the key with which the ranks sign objects at the start of a run; None: no key.
 
     The ranks may need a collective to agree on a key. Ranks that `init_connection` has connected
-    run no collective now, because their group may be unable to send: they have a key only if each
-    of them has it already, from a launcher or PARALLELIZE_KEY.
+    run no collective now, because their group may be unable to send: they have a key only if a
+    launcher or PARALLELIZE_KEY has given it.
     """
     if is_connected_by_user or world.world_size == 1:
         return known_run_key()
@@ -130,13 +136,21 @@ def _key_at_start(world: World, *, is_connected_by_user: bool) -> bytes | None:
 
 
 def _signed_objects(key: bytes | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the objects that torch sends are signed; without a key, not."""
     if key is None:
         return contextlib.nullcontext()
     return signed_objects(key)
 
 
 def _initialize(world: World, layout: Layout, timeout: timedelta, path: Path | None) -> dist.Store:
-    """Initialize the default group of a run; return its part of the world's store."""
+    """Initialize the default group of a run; return the run's part of the world's store.
+
+    Args:
+        world: as `reachable` returns it.
+        layout: provides the group's backend, and the devices.
+        timeout: of the group and of requests to the store.
+        path: this rank's link to the FileStore; None: the ranks meet in a TCPStore.
+    """
     store = store_of_next_run(world, timeout, path)
     excepthook = sys.excepthook
     with reachable_gloo(world):
@@ -149,8 +163,8 @@ def _initialize(world: World, layout: Layout, timeout: timedelta, path: Path | N
             device_id=bound_device(world, layout),
         )
     if world.world_size == 1:
-        # torch's hook would write "[rank0]: " before every line of a traceback, once for each
-        # group.
+        # init_process_group has set a hook, which would write "[rank0]: " before every line of a
+        # traceback. After several runs it would do so several times.
         sys.excepthook = excepthook
     wait_for_all(store, world.world_size)
     return store
@@ -160,16 +174,16 @@ def bound_device(world: World, layout: Layout) -> torch.device | None:
     """Return the device to which the default group is bound; None: the group is bound to none.
 
     In a bound group, NCCL connects the ranks at once, not in the first collective, and new groups
-    are split from the default group. Not bound are the groups of
+    are split from the default group. A group is not bound if
 
-        several devices of a process     torch binds a group to one device
-        tensors that gloo sends          gloo has nothing to connect on a device
-        a process that is alone          it has nobody to connect to, and NCCL's communicator costs
-                                         a second and memory of the device. The first collective of
-                                         the user's makes it, if there is one.
+        its processes have several devices   torch binds a group to one device
+        gloo sends its tensors               gloo has nothing to connect on a device
+        its process is alone                 there is nobody to connect to, and NCCL's communicator
+                                             costs a second and memory of the device. The user's
+                                             first collective makes it, if there is one.
 
-    A process that is alone needs a backend of the CPU for this: `barrier()` of a group that is not
-    bound uses it, and would warn without it. If there is no such backend, the group is bound.
+    The last row needs a backend for the CPU. In a group that is not bound, `barrier()` uses that
+    backend, and warns if there is none. Without such a backend, the group is bound.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html, at init_process_group
     """
@@ -190,7 +204,7 @@ def _close(store: dist.Store | None, world: World) -> None:
     """Destroy the process groups when the run has ended without an error.
 
     Args:
-        store: the run's part of the store; None: `init_connection` has connected the ranks.
+        store: the run's part of the world's store; None: `init_connection` has connected the ranks.
         world: rank and world size.
     """
     try:

@@ -26,9 +26,9 @@ class Rendezvous:
     """What a launcher of this library gives its ranks to meet each other and no stranger.
 
     Args:
-        key: a secret of the run's ranks; None: see `run_key`.
-        store: path of the ranks' FileStore, another one on each rank; None: they meet in a
-            TCPStore.
+        key: a secret of the run's ranks; None: the ranks have to agree on a key, see `run_key.py`.
+        store: link to the ranks' FileStore. Each rank has its own link, so that a rank can be cut
+            off alone: see `interrupt_collectives`. None: the ranks meet in a TCPStore.
     """
 
     key: bytes | None = dataclasses.field(default=None, repr=False)
@@ -40,12 +40,11 @@ class WorldStore:
     """The store of one world, and how many runs have used it.
 
     Attributes:
-        store: is opened once. The server of a TCPStore holds its port: if the next run of the world
-            opened the port anew, the clients of the other ranks would connect to a server that is
-            about to close.
-        runs: number of default groups that were made on the store. It must be the same on all
-            ranks, which make their groups in one order: the prefix of a group's keys has it, so
-            that no run reads what an earlier one has written.
+        store: is opened once. If the next run of the world opened the port of a TCPStore anew, the
+            clients of the other ranks could connect to the old server, which is about to close.
+        runs: number of runs that have used the store. The prefix of a run's keys has this number,
+            so that no run reads what an earlier run has written. It is the same on all ranks, which
+            make their runs in one order.
     """
 
     store: dist.Store
@@ -56,25 +55,26 @@ def store_of_next_run(world: World, timeout: timedelta, path: Path | None) -> di
     """Return a part of the world's store that no other run uses; all ranks must call this.
 
     Args:
-        world: rank and world size.
+        world: as `reachable` returns it.
         timeout: longest time of a request.
-        path: of this rank's FileStore; None: the ranks meet in a TCPStore.
+        path: this rank's link to the FileStore; None: the ranks meet in a TCPStore.
     """
     store_of_world = surroundings().script.store_of_world
     if world not in store_of_world:
         store_of_world[world] = WorldStore(_new_store(world, timeout, path))
-    meeting = store_of_world[world]
-    meeting.store.set_timeout(timeout)
-    number = meeting.runs
-    meeting.runs += 1
-    return dist.PrefixStore(f"parallelize/{number}", meeting.store)
+    world_store = store_of_world[world]
+    world_store.store.set_timeout(timeout)
+    number_of_run = world_store.runs
+    world_store.runs += 1
+    return dist.PrefixStore(f"parallelize/{number_of_run}", world_store.store)
 
 
 def _new_store(world: World, timeout: timedelta, path: Path | None) -> dist.Store:
+    """Open the store of a world: in memory for one rank, else in a file, else on a port."""
     if world.world_size == 1:
         return dist.HashStore()
     if path is not None:
-        # With -1, the file is not removed by its last user, but with its folder.
+        # With -1, FileStore does not remove the file. The caller removes it with its folder.
         return dist.FileStore(str(path), -1)
     if world.is_main and not world.has_store:
         return serve_store(world.master_addr, world.master_port, timeout)
@@ -84,7 +84,7 @@ def _new_store(world: World, timeout: timedelta, path: Path | None) -> dist.Stor
 def wait_for_all(store: dist.Store, world_size: int) -> None:
     """Wait until every rank is connected.
 
-    A rank that ended earlier would look dead to a peer that is still connecting.
+    A rank that went on at once, and ended, would look dead to a peer that is still connecting.
     """
     if store.add("connected", 1) == world_size:
         store.set("all connected", "1")
@@ -120,8 +120,9 @@ def reachable(world: World) -> World:
 def reachable_gloo(world: World) -> Iterator[None]:
     """Let the groups of gloo that are made in the block use the interface to the other ranks.
 
-    gloo reads its name from GLOO_SOCKET_IFNAME when a group is made. The user's value stays.
-    Without a name, gloo takes the interface of the host's own name, which may lead nowhere.
+    gloo reads the name of the interface from GLOO_SOCKET_IFNAME when a group is made. If the user
+    has set the variable, its value stays. Without a name, gloo takes the interface to which the
+    name of the host resolves, which the other ranks may be unable to reach.
 
     Args:
         world: as `reachable` returns it.

@@ -1,12 +1,14 @@
-"""The key of a run: a secret of its ranks, by which a message shows that another rank has sent it.
+"""The key of a run: a secret of its ranks, with which they sign the objects that they send.
 
-Where the ranks get the key depends on what has started them:
+A stranger who connects to the ranks cannot sign. Where the ranks get the key depends on what has
+started them:
 
-    a launcher of this library   gives a key, in a folder that only its user can access
-    PARALLELIZE_KEY              is the users' own, the same on all nodes; it comes first
-    torchrun, srun, mpirun       rank 0 writes a key to a folder of mode 0700, and the ranks of its
-                                 host read it
-    the same on several hosts    no key: the other hosts do not have the folder
+    anything, with the variable PARALLELIZE_KEY    a digest of the variable, which the user has set
+                                                   to the same text on all nodes
+    a launcher of this library                     it gives a key, in a folder of this user alone
+    torchrun, srun or mpirun, on one host          rank 0 writes a key to a folder of mode 0700, and
+                                                   the other ranks read it
+    torchrun, srun or mpirun, on several hosts     no key: the other hosts do not have the folder
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from parallelize.run.default_group import KeyState, default_group_record
 
 _KEY_BYTES = 32
-_FOLDER = "parallelize-key-"
+_FOLDER_PREFIX = "parallelize-key-"
 _FILE = "key"
 _PATH_BYTES = 1024
 """Size of the message with the path of rank 0's folder, which all ranks must expect."""
@@ -38,23 +40,24 @@ def give_run_key(key: bytes) -> None:
 
 
 def known_run_key() -> bytes | None:
-    """Return the key of the default group's ranks; None: they have none, or have not agreed on one.
+    """Return the key of the default group's ranks; None: they have none, or it is not decided.
 
-    It sends nothing, so that a rank may call it alone.
+    PARALLELIZE_KEY decides it, if it is set. This sends nothing, so that a rank may call it alone.
     """
     record = default_group_record()
     secret_text = os.environ.get("PARALLELIZE_KEY")
     if record.key_state is KeyState.OPEN and secret_text:
-        # A digest has the length of a key, and another one than what else the users sign with their
-        # text.
+        # A digest has the length of a key. The label keeps it apart from other digests of the text,
+        # which the user may use for more than this.
         _decide(hmac.digest(secret_text.encode(), b"parallelize: values of ranks", "sha256"))
     return record.key
 
 
 def run_key() -> bytes | None:
-    """Return the key of the default group's ranks, 32 bytes; None: they have none.
+    """Return the key of the default group's ranks, 32 bytes; None: the ranks cannot have one.
 
-    The first call for a group whose ranks others have started is a collective.
+    If neither PARALLELIZE_KEY nor a launcher of this library has given a key, the first call for a
+    default group is a collective, which all ranks must make.
     """
     known_run_key()
     if default_group_record().key_state is KeyState.OPEN:
@@ -63,13 +66,14 @@ def run_key() -> bytes | None:
 
 
 def _decide(key: bytes | None) -> None:
+    """Set the key for as long as the default group exists; None: its ranks cannot have one."""
     record = default_group_record()
     record.key = key
     record.key_state = KeyState.DECIDED
 
 
 def message_device(group: Any = None) -> torch.device:
-    """Return the device of tensors that a group can send; the CPU if it can.
+    """Return a device whose tensors a group can send: the CPU if possible, else the current one.
 
     Args:
         group: a process group; None: the default group.
@@ -84,7 +88,7 @@ def message_device(group: Any = None) -> torch.device:
 def _key_of_host() -> bytes | None:
     """Return a new key that all ranks have read from rank 0's folder; a collective.
 
-    None: one of the ranks could not read it, as on another host.
+    None: at least one rank could not read the key, as on another host. Then no rank uses it.
     """
     folder = None
     if dist.get_rank() == 0:
@@ -106,8 +110,9 @@ def _path_of_rank_0(folder: str | None) -> str:
     """Return the path of rank 0's folder, "" if it has none; a collective.
 
     Args:
-        folder: the path; of another rank, it is not looked at.
+        folder: the path on rank 0; other ranks may pass None.
     """
+    # A longer path is cut: no rank finds a folder there, rank 0 included, and there is no key.
     path = os.fsencode(folder or "")[:_PATH_BYTES]
     padded = bytearray(path.ljust(_PATH_BYTES, b"\0"))
     message = torch.frombuffer(padded, dtype=torch.uint8).to(message_device())
@@ -117,11 +122,12 @@ def _path_of_rank_0(folder: str | None) -> str:
 
 
 def _folder_with_key() -> str | None:
-    """Return a new folder with a new key; None: there is no place for one."""
+    """Return a new folder with a new key; None: the disk is full, or cannot be written to."""
     try:
-        folder = tempfile.mkdtemp(prefix=_FOLDER)  # It has the mode 0700.
-        number = os.open(Path(folder, _FILE), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(number, "wb") as file:
+        # mkdtemp gives the folder the mode 0700.
+        folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
+        descriptor = os.open(Path(folder, _FILE), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
     except OSError:
         return None
@@ -129,39 +135,42 @@ def _folder_with_key() -> str | None:
 
 
 def _read_key(folder: str) -> bytes | None:
-    """Return the key in a folder that may be a stranger's; None: it has none.
+    """Return the key in a folder; None: there is no key that is this user's secret.
 
-    The path has come over the network. What this user alone can read below the prefix of such
-    folders is a secret, whoever has named the path.
+    The path has come over the network, perhaps from a stranger, who may name any folder. What is
+    read there is a secret nevertheless: the folder has the prefix, and it and the file are of this
+    user alone.
     """
-    if not Path(folder).name.startswith(_FOLDER):
+    if not Path(folder).name.startswith(_FOLDER_PREFIX):
         return None
     try:
-        folder_number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        folder_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        return _read_private_file(folder_number)
+        return _read_private_file(folder_descriptor)
     except OSError:
         return None
     finally:
-        os.close(folder_number)
+        os.close(folder_descriptor)
 
 
-def _read_private_file(folder_number: int) -> bytes | None:
-    """Return the key in an open folder; None: others than this user may have read or written it."""
-    if not _is_private(folder_number, stat.S_IFDIR | 0o700):
+def _read_private_file(folder_descriptor: int) -> bytes | None:
+    """Return the key in an open folder; None: another user may have read or written the file."""
+    if not _is_private(folder_descriptor, stat.S_IFDIR | 0o700):
         return None
-    file_number = os.open(_FILE, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder_number)
-    with os.fdopen(file_number, "rb") as file:
+    file_descriptor = os.open(_FILE, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder_descriptor)
+    with os.fdopen(file_descriptor, "rb") as file:
         if not _is_private(file.fileno(), stat.S_IFREG | 0o600):
             return None
+        # One byte more than a key has shows that a file is too long.
         key = file.read(_KEY_BYTES + 1)
     if len(key) != _KEY_BYTES:
         return None
     return key
 
 
-def _is_private(number: int, mode: int) -> bool:
-    status = os.fstat(number)
+def _is_private(descriptor: int, mode: int) -> bool:
+    """Return whether an open file is of this user and has exactly this type and these rights."""
+    status = os.fstat(descriptor)
     return status.st_uid == os.getuid() and status.st_mode == mode

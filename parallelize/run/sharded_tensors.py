@@ -9,14 +9,14 @@ from typing import Any
 class ShardedTensors:
     """The sharded tensors of a run in this process.
 
-    All ranks make them, and write to them, in one order. Each tensor refers to this object: under
-    `restore=False` it is used after the end of the run.
+    All ranks make the tensors, and write to them, in one order. Each tensor refers to this object,
+    because under `restore=False` the tensor is used after the end of the run.
 
     Attributes:
-        writes: number of writes to shards. What was gathered at an earlier number is gathered
-            again.
-        open_engines: number of engines of fsdp whose block has not ended. Tensors of one block may
-            be operands of those of another, so that all become plain when the last block ends.
+        writes: number of writes to shards. A full tensor that was gathered when the number was
+            lower is out of date, and is gathered again.
+        open_engines: number of engines of fsdp whose block has not ended. Tensors of two blocks may
+            be operands of one operation, so that all become plain when the last block ends.
         keeps_shards: whether a state dict that is made now gets the shards, in place of full
             tensors.
     """
@@ -29,16 +29,15 @@ class ShardedTensors:
         self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, tensor: Any) -> None:
-        """Note a tensor that was made."""
+        """Note a tensor that was made, without keeping it alive."""
         self._by_number[self._added] = tensor
         self._added += 1
 
     def leave_sharded(self) -> None:
-        """Forget the tensors, when a block under `restore=False` has ended.
+        """Let the tensors stay sharded for good; called when a block under `restore=False` ends.
 
-        They stay sharded: no later block makes plain tensors of them. While the block of another
-        engine is open, nothing is forgotten: some of the tensors may be of that block, which may
-        have to make them plain at its end.
+        No later block makes a forgotten tensor plain. While another block of fsdp is open, nothing
+        is forgotten: some of the tensors may be of that block, which may have to make them plain.
         """
         if not self.open_engines:
             self._by_number.clear()

@@ -27,6 +27,7 @@ from parallelize.torch_patches.module_tensors import all_parameters
 
 _log = logging.getLogger("parallelize")
 _ANNOUNCED_AFTER_S = 1.0
+"""Time after which a block that delays the start of a program is announced."""
 
 
 def announce(text: str) -> None:
@@ -54,7 +55,10 @@ class StartupSummary:
     """The summary of the models in one parallel_model block.
 
     Args:
-        run: the run in this process.
+        run: the run in this process, with the options of the block.
+
+    Attributes:
+        is_over: whether the first forward has called `log_once`; later forwards need not.
     """
 
     def __init__(self, run: Runtime) -> None:
@@ -69,8 +73,8 @@ class StartupSummary:
     def log_once(self) -> None:
         """Log the summary on rank 0, once per run, unless the run is one process on one device."""
         self.is_over = True
-        # A block with options of its own has another Runtime. The line is logged once for the run
-        # around it.
+        # A block with options of its own has its own Runtime. The line is logged once for the run
+        # around all blocks.
         state = (active() or self._run).state
         world = self._run.world
         if state.has_logged_summary or self._is_single() or not world.is_main:
@@ -80,17 +84,19 @@ class StartupSummary:
             _log.info("%s", self.text())
 
     def _is_single(self) -> bool:
+        """Return whether one process runs whole batches on one device: `logical=` divides them."""
         is_one_device = self._run.world.world_size == 1 and len(self._run.devices) == 1
         return is_one_device and not self._run.config.logical
 
     def text(self) -> str:
         """Return the summary line."""
-        count = _count(self._engines)
-        phrases = [self._parameters(count), self._processes(), *self._phrases_of_batches()]
+        sizes = _sizes_of_parameters(self._engines)
+        phrases = [self._phrase_of_parameters(sizes), self._phrase_of_processes()]
+        phrases += self._phrases_of_batches()
         if self._run.world.world_size > 1:
-            phrases.append(f"{size_text(count.sent_bytes)} of gradients averaged a step")
-        # A run on the CPU asks no driver. A layout may have GPUs that this machine lacks, to be
-        # explained.
+            phrases.append(f"{size_text(sizes.sent_bytes)} of gradients averaged a step")
+        # A run on the CPU asks no driver. A layout that is only to be explained may have GPUs that
+        # this machine lacks.
         if self._run.device.type == "cuda" and torch.cuda.is_available():
             phrases += _phrases_of_missing_peers(self._run.devices)
         precision, _, _ = precision_summary(self._run.layout).partition(":")
@@ -100,14 +106,14 @@ class StartupSummary:
                 phrases.append(engine.why)
         return "; ".join(phrases)
 
-    def _parameters(self, count: _Count) -> str:
+    def _phrase_of_parameters(self, sizes: _SizesOfParameters) -> str:
         names = " + ".join(type(model).__name__ for model in self._engines)
-        phrase = f"{names}: {_count_text(count.numbers)} parameters"
-        if count.trained_numbers != count.numbers:
-            phrase += f", {_count_text(count.trained_numbers)} of them trained"
+        phrase = f"{names}: {_count_text(sizes.numbers)} parameters"
+        if sizes.trained_numbers != sizes.numbers:
+            phrase += f", {_count_text(sizes.trained_numbers)} of them trained"
         return phrase
 
-    def _processes(self) -> str:
+    def _phrase_of_processes(self) -> str:
         world_size = self._run.world.world_size
         processes = "process" if world_size == 1 else "processes"
         device_count = world_size * len(self._run.devices)
@@ -120,7 +126,7 @@ class StartupSummary:
         if logical:
             reason = "for the same bits at any number of processes"
             phrases.append(f"each batch in {logical} parts, {reason}")
-        # As for the summary itself, loaders are those of the run around the block.
+        # Loaders belong to the run around all blocks, as in `log_once`.
         batch_sizes = (active() or self._run).loaders.active_batch_sizes()
         if batch_sizes:
             phrases.append(f"batches: {' and '.join(batch_sizes)}")
@@ -128,13 +134,13 @@ class StartupSummary:
 
 
 @dataclass
-class _Count:
-    """Numbers in the parameters of models, of sharded ones those of all shards.
+class _SizesOfParameters:
+    """Sizes of the parameters of models. A sharded parameter counts with its full size.
 
     Attributes:
-        numbers: of all parameters.
-        trained_numbers: of those that are trained.
-        sent_bytes: what a process sends of their gradients in a step.
+        numbers: how many numbers all parameters have.
+        trained_numbers: how many numbers the parameters with requires_grad have.
+        sent_bytes: size of their gradients in the dtype in which the ranks average them.
     """
 
     numbers: int = 0
@@ -142,8 +148,8 @@ class _Count:
     sent_bytes: int = 0
 
 
-def _count(engines: dict[nn.Module, Engine]) -> _Count:
-    count = _Count()
+def _sizes_of_parameters(engines: dict[nn.Module, Engine]) -> _SizesOfParameters:
+    sizes = _SizesOfParameters()
     for model, engine in engines.items():
         # None: gradients are sent in the dtype of their parameter.
         sent_dtype = None
@@ -151,15 +157,15 @@ def _count(engines: dict[nn.Module, Engine]) -> _Count:
             sent_dtype = engine.reduction.dtype
         for parameter in all_parameters(model):
             numbers = parameter.numel()
-            count.numbers += numbers
+            sizes.numbers += numbers
             if parameter.requires_grad:
-                count.trained_numbers += numbers
-                count.sent_bytes += numbers * (sent_dtype or parameter.dtype).itemsize
-    return count
+                sizes.trained_numbers += numbers
+                sizes.sent_bytes += numbers * (sent_dtype or parameter.dtype).itemsize
+    return sizes
 
 
 def _phrases_of_missing_peers(gpus: Sequence[torch.device]) -> list[str]:
-    """Say which GPUs of this process cannot read each other's memory, if some cannot."""
+    """Return a phrase with the pairs of GPUs that cannot read each other's memory, if any."""
     pairs = []
     for first, second in itertools.combinations(gpus, 2):
         if not torch.cuda.can_device_access_peer(first, second):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class RunState:
     """What has happened so far in the run of this process.
 
-    Each field has one writer, which its sentence names.
+    Each field has one writer, which its text names.
 
     Attributes:
         is_in_block: whether a `parallel_model` block is open. The outermost block sets it. Without
@@ -24,12 +24,12 @@ class RunState:
             block.
         has_logged_summary: whether the startup summary was logged. `StartupSummary` sets it, so
             that a second block of the run does not log the line again.
-        engine_choices: what `backend="auto"` has chosen, by the path of the file that keeps it;
-            None: no file keeps it. A choice is found by the text of what it was made for. Without
-            it, each block would measure the model again.
-        pending_checks: what this rank says that it does, until the next point that all ranks reach.
-            Loaders add to it, and `run_checks` empties it. A check that its loader has dropped is
-            gone from it.
+        engine_choices: path of the file that keeps choices of `backend="auto"`, or None for choices
+            that no file keeps -> text of what a choice was made for -> the choice. "auto" sets it.
+            Without it, each block would measure the model again.
+        pending_checks: what this rank says that it does, such as that it iterates epoch 2. Loaders
+            add checks. At the next point that all ranks reach, `run_checks` compares them with the
+            other ranks', and empties the set. A check that its loader has dropped is gone from it.
     """
 
     is_in_block: bool = False

@@ -1,7 +1,8 @@
 """What surrounds the code that runs now: a run, a task that is loaded, or a step that is replayed.
 
-Functions of users are called without an argument for it, so that a context variable holds it. A
-thread that the user's code starts has only the program around it, and no run.
+A context variable holds this, because functions of users get no argument for it. A new thread does
+not have the values of context variables: in a thread that the user's code starts there is no run,
+and only what belongs to the whole program (`Script`).
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ class Script:
     Without a decorated function, each of its blocks has a run of its own.
 
     Args:
-        loaders: those that are divided outside of runs.
-        loader_weights: a loop over a loader that ends before a block has a say in the block: see
-            `LoaderWeights.refuse_lost_weight`.
+        loaders: the loaders that were made outside of runs.
+        loader_weights: of all blocks of a plain script, because a loop over a loader may end before
+            a block in which its weight is needed: see `LoaderWeights.refuse_lost_weight`.
         plans: the latest split of each model over devices, which the user may read after the block.
-        open_blocks: the contexts whose blocks have begun, in that order. What blocks change belongs
-            to the process, torch's hooks and the global random generators: a run in a block of
-            another run has to end its own blocks before that one.
-        models_of_earlier_blocks: those that have been in a block. Only whether a model is among
-            them is asked, so that it is the same on all ranks.
-        record_of_group: what the ranks have made for each default group, which the group itself has
-            no attribute for.
-        store_of_world: the stores of the ranks, each of which is opened once.
-        interrupted: is set when Ctrl-C has interrupted the ranks, each somewhere else. A thread of
-            signals sets it.
+        open_blocks: the contexts whose blocks are open, in the order in which they have begun. They
+            must end in the opposite order, also if they are of several runs: what they change is
+            the process's, such as torch's hooks and the global random generators.
+        models_of_earlier_blocks: the models that have been in a block. Only ask whether it has a
+            model: the ranks free their models at different times, and list different ones.
+        record_of_group: default group -> what the ranks have made for it.
+        store_of_world: world -> its store, which is opened once for all runs of the world.
+        interrupted: is set when Ctrl-C has interrupted the ranks, each at another line. The handler
+            of signals sets it.
     """
 
     loaders: LoadersOfRun = field(default_factory=LoadersOfRun)
@@ -71,7 +71,7 @@ class Surroundings:
     Args:
         run: the active run; None: there is none.
         is_loading_task: whether this is a worker that imports the modules of its task, before its
-            run begins.
+            run begins. A module that calls a distributed function is then refused.
         replay: the step that `parallelize replay` has asked for; None: steps are not replayed.
         script: the program of this process. All surroundings have the same one.
     """
@@ -84,7 +84,7 @@ class Surroundings:
 
 _surroundings: ContextVar[Surroundings] = ContextVar(
     "parallelize_surroundings",
-    default=Surroundings(),  # noqa: B039 - the one Script in it is that of all threads
+    default=Surroundings(),  # noqa: B039 - all threads share the one Script of this default
 )
 
 
@@ -104,12 +104,13 @@ def loading_task() -> contextlib.AbstractContextManager[None]:
 
 
 def replaying(replay: Replay) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a script is run up to a step, and saves nothing."""
+    """Return a context in which a script runs up to the step to be replayed, and saves nothing."""
     return _surrounded(replay=replay)
 
 
 @contextlib.contextmanager
 def _surrounded(**changes: Any) -> Iterator[None]:
+    """Change some fields of the surroundings in the block; the other fields stay."""
     token = _surroundings.set(replace(_surroundings.get(), **changes))
     try:
         yield

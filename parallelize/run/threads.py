@@ -20,7 +20,7 @@ import torch
 def begin_on(device: torch.device) -> None:
     """Make the run's device the current one of this thread, which has just begun.
 
-    Nothing is to be done under a run on the CPU.
+    Under a run on the CPU this does nothing.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)

@@ -19,7 +19,8 @@ class UserLine:
     Args:
         path: of the file.
         number: of the line.
-        namespace: global variables of its module, where Python notes which warnings were shown.
+        namespace: global variables of the line's module, where Python notes which warnings were
+            shown.
     """
 
     path: str
@@ -50,7 +51,10 @@ def user_line() -> UserLine | None:
 
 
 def user_stacklevel() -> int:
-    """Return the `stacklevel` by which the calling function warns at the user's innermost line."""
+    """Return the `stacklevel` by which the calling function warns at the user's innermost line.
+
+    It is 1, the line of the call itself, if this thread runs no code of the user.
+    """
     for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), start=1):
         if is_user_code(frame):
             return level

@@ -20,7 +20,10 @@ from parallelize.torch_patches.save import atomic_saves
 from parallelize.torch_patches.step import AfterStep, StepCount, after_step
 
 DEBUGGED = timedelta(days=7)
-"""Timeout of torch's collectives if ranks may wait for one in pdb: the watchdog has the run's."""
+"""Timeout of torch's collectives if ranks may wait for a rank that is stopped in pdb.
+
+torch does not know of pdb. The watchdog does, and ends other waits after the run's timeout.
+"""
 
 
 @contextlib.contextmanager
@@ -36,18 +39,18 @@ def watching(
     Args:
         watchdog: the watchdog of this process.
         device: the device of this process.
-        timeout: timeout of the run, which is the least timeout of a wait if the group is the
-            user's.
-        since_ns: time when the run initialized the group (time.time_ns); None: it is the user's and
-            outlives the run.
+        timeout: timeout of the run. If the group is the user's, no wait is ended earlier, even if
+            the user has given the group a shorter timeout.
+        since_ns: time when the run initialized the group (time.time_ns); None: the group is the
+            user's, and outlives the run.
     """
     if dist.get_world_size() == 1:
         yield
         return
     record = default_group_record()
-    number = record.watches
+    number_of_watch = record.watches
     record.watches += 1
-    store = dist.PrefixStore(f"parallelize/watch/{number}", default_store())
+    store = dist.PrefixStore(f"parallelize/watch/{number_of_watch}", default_store())
     steps = StepCount()
     watchdog.on_start = functools.partial(begin_on, device)
     watchdog.on_look = LiveFacts(steps, device)
@@ -63,7 +66,7 @@ def watching(
 
 @dataclass(frozen=True)
 class _WaitLimit:
-    """How long a rank may wait, by the groups that it waits in.
+    """How long a rank may wait, by the groups in which it waits; the watchdog's thread asks.
 
     Args:
         timeout: of the run.
@@ -78,7 +81,7 @@ class _WaitLimit:
         """Return the timeout of a wait, in seconds.
 
         Args:
-            calls: the collectives that have not completed; none: of any wait.
+            calls: the collectives that have not completed; empty: a wait in any group.
         """
         longest = _longest_timeout(calls, self.timeout)
         if self.is_users_group:
@@ -87,12 +90,15 @@ class _WaitLimit:
 
 
 def _longest_timeout(calls: Sequence[Collective], default: timedelta) -> timedelta:
-    """Return the longest timeout of the default group and of the groups of collectives.
+    """Return the longest timeout of the default group and of the groups of some collectives.
 
-    Without collectives, that of all groups.
+    Args:
+        calls: the collectives. If empty, all groups of this process count.
+        default: timeout of the run, in place of `DEBUGGED`, and if no backend says its timeout.
     """
     names_of_calls = set()
     for call in calls:
+        # A counter is named "<group>/<library>".
         group_name, _, _ = call.counter.partition("/")
         names_of_calls.add(group_name)
     timeouts = []
