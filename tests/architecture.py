@@ -103,7 +103,7 @@ MAX_NESTING = 3
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
     "": 5_771,
-    "agreement": 13_892,
+    "agreement": 13_915,
     "backends": 19_558,
     "backends/balanced": 14_117,
     "block": 5_306,
@@ -119,7 +119,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 20_062,
     "plugins": 3_248,
     "precision": 6_829,
-    "run": 9_922,
+    "run": 9_938,
     "torch_patches": 7_543,
     "worker": 4_371,
 }

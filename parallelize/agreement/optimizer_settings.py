@@ -231,7 +231,9 @@ class OptimizerSettings:
             changes: the latest changes on the other rank.
             rank: the other rank.
         """
-        optimizer = self._latest[number].optimizer
+        # A rank that differs from none of the two may not have the optimizer.
+        stepped = self._latest.get(number)
+        optimizer = stepped.optimizer if stepped is not None else f"optimizer {number}"
         steps = [step for step, _values in (*changes_of_rank_0, *changes)]
         for step in sorted(steps):
             pairs = zip(

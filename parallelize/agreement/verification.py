@@ -216,7 +216,7 @@ class Verification:
         self._settings.add(optimizer)
         # The steps before this one: before the first, the models have rank 0's values.
         steps, every = self._steps, self._verify_every
-        if every and steps and steps % every == 0:
+        if every and steps and steps % every == 0 and not is_capturing():
             self._compare_parameters_and_settings(f"after {steps} optimizer steps")
         self._steps += 1
 
@@ -287,7 +287,8 @@ class Verification:
         a closure returns. A value that is no floating-point number is returned as it is.
         """
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            losses = gather_objects(value.detach() * self._block.loss_weight())
+            # They meet on the host: a line search reads its loss there anyway.
+            losses = gather_objects((value.detach() * self._block.loss_weight()).cpu())
             # The copy has the graph of `value`; the detached tensor lets its number be written.
             mean = value.clone()
             mean.detach().copy_(torch.stack(losses).mean(0, dtype=torch.float64))

@@ -355,3 +355,27 @@ def test_work_on_the_stream_of_the_forward() -> None:
             return model.layers[0].weight.grad.norm().item()
 
     assert train() > 0
+
+
+def test_a_closure_gets_the_loss_of_all_ranks() -> None:
+    """A line search on a device compares the mean over the ranks, on each of them."""
+
+    @distributed(gpus=2)
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        x = torch.randn(8, 4, device=device()) + rank()
+        with parallel_model(model):
+            optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=3)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            return [optimizer.step(closure).item() for _ in range(2)]
+
+    one, other = losses.all_ranks()
+    assert one == other
+    assert one[1] < one[0]
