@@ -29,7 +29,7 @@ from parallelize.backends.broadcast import broadcast_from_rank_0
 from parallelize.block.models import methods_of
 from parallelize.errors import SyncError
 from parallelize.gradients.autograd_graph import mark_outputs, node_of
-from parallelize.plugins.base import Engine, Inner, Session
+from parallelize.plugins.base import Engine, Inner
 from parallelize.run.containers import replace_leaves
 from parallelize.run.context import Runtime, current
 from parallelize.run.default_group import default_store
@@ -52,10 +52,14 @@ class ModelInBlock:
     Args:
         block: the block.
         model: the user's model.
+
+    Attributes:
+        session: mixed precision of the block.
     """
 
     def __init__(self, block: Block, model: nn.Module) -> None:
         self._block = block
+        self.session = block.session
         self.inner = _inner_of(model, block)
         self._engine = block.build_engine(self.inner)
         # Names of submodules and parameters that were added or replaced since the latest forward.
@@ -68,11 +72,6 @@ class ModelInBlock:
         self._input_device: torch.device | None = None
         if not self._engine.moves_inputs and block.run.device.type != "cpu":
             self._input_device = block.run.device
-
-    @property
-    def session(self) -> Session:
-        """Mixed precision of the block."""
-        return self._block.session
 
     @property
     def engine(self) -> Engine:

@@ -108,6 +108,7 @@ class Reducer:
         # None between passes.
         self._pass: _RunningPass | None = None
         self._lock = threading.Lock()
+        self._waiting = waiting_for("backward", is_blocked=True)
         self._hooks = contextlib.ExitStack()
         self.refresh(models)
 
@@ -340,14 +341,16 @@ class Reducer:
             buckets += model.under_way
             model.under_way.clear()
         lacking = [bucket for bucket in buckets if bucket.lacks_gradients]
-        with waiting_for("backward", is_blocked=True):
-            for bucket in buckets:
-                bucket.add_pieces()
+        with self._waiting:
+            if self._is_ordered:
+                for bucket in buckets:
+                    bucket.add_pieces()
             for bucket in buckets:
                 if not bucket.lacks_gradients:
                     bucket.receive()
-            for bucket, is_used in zip(lacking, read_flags(lacking), strict=True):
-                bucket.receive(is_used)
+            if lacking:
+                for bucket, is_used in zip(lacking, read_flags(lacking), strict=True):
+                    bucket.receive(is_used)
 
     def _fail(self, running: _RunningPass) -> None:
         """End a pass that has raised.

@@ -12,9 +12,8 @@ waits for other ranks, and no frame has the call as the user has written it, suc
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+import types
 from typing import NamedTuple
 
 __all__ = ["Wait", "wait_of_error", "wait_of_thread", "waiting_for"]
@@ -42,8 +41,43 @@ _ATTRIBUTE = "_parallelize_wait"
 """Attribute of an error with the innermost wait that the error has left."""
 
 
-@contextlib.contextmanager
-def waiting_for(call: str, *, is_blocked: bool = False) -> Iterator[None]:
+class Waiting:
+    """A block in which a thread waits; it may be entered again after its end.
+
+    It is a class, because a generator would cost four calls more in each step.
+
+    Args:
+        wait: what the thread waits for.
+    """
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self._outer: Wait | None = None
+
+    def __enter__(self) -> None:
+        """Note the wait for the current thread."""
+        thread = threading.get_ident()
+        self._outer = _wait_by_thread.get(thread)
+        _wait_by_thread[thread] = self._wait
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """Note the wait around this one again, if there is one; an error takes this wait along."""
+        thread = threading.get_ident()
+        if self._outer is None:
+            del _wait_by_thread[thread]
+        else:
+            _wait_by_thread[thread] = self._outer
+        if error is not None:
+            # An inner block has come first, and its wait stays.
+            error.__dict__.setdefault(_ATTRIBUTE, self._wait)
+
+
+def waiting_for(call: str, *, is_blocked: bool = False) -> Waiting:
     """Say what this thread waits for if it waits for other ranks in the block.
 
     Of nested blocks, the innermost one counts.
@@ -54,21 +88,7 @@ def waiting_for(call: str, *, is_blocked: bool = False) -> Iterator[None]:
             thread is blocked, even if its stack has no frame of torch.distributed. It must be False
             if the block also pickles or writes a file: a slow rank would be reported as waiting.
     """
-    thread = threading.get_ident()
-    outer = _wait_by_thread.get(thread)
-    wait = Wait(call, is_blocked)
-    _wait_by_thread[thread] = wait
-    try:
-        yield
-    except BaseException as error:
-        # An inner block has come first, and its wait stays.
-        error.__dict__.setdefault(_ATTRIBUTE, wait)
-        raise
-    finally:
-        if outer is None:
-            del _wait_by_thread[thread]
-        else:
-            _wait_by_thread[thread] = outer
+    return Waiting(Wait(call, is_blocked))
 
 
 def wait_of_thread(thread: int) -> Wait | None:

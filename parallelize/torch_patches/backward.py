@@ -129,7 +129,7 @@ def _backward_with_subscribers(original: Callable[..., None]) -> Callable[..., N
 def _run_subscribers(original: Callable[..., None], first_pass: Pass) -> None:
     """Run a pass through the subscribers, one inside the other, and torch inside the last."""
     # A copy, because a subscriber may add or remove subscribers: that counts from the next pass on.
-    subscribers = tuple(subscriber for _, subscriber in _subscribers)
+    subscribers = [subscriber for _, subscriber in _subscribers]
 
     def run_from(position: int, backward_pass: Pass) -> None:
         if position == len(subscribers):
