@@ -115,7 +115,7 @@ ROOMS: Mapping[str, int] = {
     "config": 6_017,
     "data": 21_371,
     "gradients": 10_614,
-    "hang_detection": 7_831,
+    "hang_detection": 7_833,
     "launchers": 20_062,
     "plugins": 3_248,
     "precision": 6_829,

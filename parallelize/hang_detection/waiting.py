@@ -16,7 +16,7 @@ import threading
 import types
 from typing import NamedTuple
 
-__all__ = ["Wait", "wait_of_error", "wait_of_thread", "waiting_for"]
+__all__ = ["Wait", "Waiting", "wait_of_error", "wait_of_thread", "waiting_for"]
 
 
 class Wait(NamedTuple):
