@@ -399,17 +399,19 @@ os.fork = fork
 """
 
 CALLS_OF_A_FULL_MACHINE = """
-import os, pathlib, threading
+import os, pathlib, threading, time
 from parallelize import LaunchError, distributed, rank
 
-FULL, RUNS = pathlib.Path(os.environ["FULL"]), pathlib.Path(os.environ["FULL"] + ".runs")
+FULL = pathlib.Path(os.environ["FULL"])
+RUNS = [FULL.with_name(f"rank {rank} runs") for rank in range(2)]
+END = FULL.with_name("end")
 
 @distributed(processes=2)
 def work(waits):
-    while waits and not FULL.exists():
-        RUNS.touch()
-    while waits and FULL.exists():
-        pass
+    if waits:
+        RUNS[rank()].touch()
+        while not END.exists():
+            time.sleep(0.01)
     return 1
 
 def wait():
@@ -418,14 +420,15 @@ def wait():
 if __name__ == "__main__":
     thread = threading.Thread(target=wait)
     thread.start()
-    while not RUNS.exists():
-        pass
+    while not all(path.exists() for path in RUNS):
+        time.sleep(0.01)
     FULL.touch()
     try:
         work(False)
     except LaunchError as error:
         print(error)
     FULL.unlink()
+    END.touch()
     thread.join()
     print("the next call:", work(False))
 """
