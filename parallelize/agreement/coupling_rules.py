@@ -498,17 +498,6 @@ def _sliced(operation: Operation) -> Value:
     return replace(value, rows=rows, selection=operation.edge)
 
 
-def _selected(operation: Operation) -> Value:
-    """Return what is known of the elements at one position of a dimension, which is removed."""
-    value = operation.first.value
-    if value.dependence is Dependence.SUMMED:
-        return value
-    dim = operation.saved_dim("_saved_dim", len(operation.first.shape))
-    if not value.batch_dims or dim in value.batch_dims:
-        return UNKNOWN
-    return _without_dims(value, {dim}, keepdim=False)
-
-
 def _gathered(operation: Operation) -> Value:
     """Return what is known of elements that gather or index_select takes along a dimension."""
     value = operation.first.value
@@ -518,6 +507,16 @@ def _gathered(operation: Operation) -> Value:
     if not value.batch_dims or dim in value.batch_dims:
         return UNKNOWN
     return value
+
+
+def _selected(operation: Operation) -> Value:
+    """Return what is known of the elements at one position of a dimension, which is removed."""
+    value = _gathered(operation)
+    # Without batch dimensions, it is SUMMED or UNKNOWN.
+    if not value.batch_dims:
+        return value
+    dim = operation.saved_dim("_saved_dim", len(operation.first.shape))
+    return _without_dims(value, {dim}, keepdim=False)
 
 
 def _picked(operation: Operation) -> Value:

@@ -175,6 +175,8 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
                     self._compare_order(this_pass)
                 if has_others:
                     weights.take_batch(loop, this_pass.weight(this_pass.steps))
+                    loaders = (active() or run).loaders
+                    loaders.shared_samples = self._shared_samples(this_pass)
                 # An iterator inside of a loop over the same loader becomes the current one only
                 # with its second batch: `next(iter(loader))` is only a look.
                 if this_pass.steps or self._self_pass is None or not self._self_pass.is_open:
@@ -182,9 +184,6 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
                 if run.config.logical is not None:
                     parts = this_pass.parts(this_pass.steps)
                     run.loaders.parts_by_size[sum(parts.sizes)] = parts
-                if has_others:
-                    run_of_step = active() or run
-                    run_of_step.loaders.shared_samples = self._shared_samples(this_pass)
                 this_pass.steps, this_pass.is_open = this_pass.steps + 1, True
                 yield batch
             this_pass.is_exhausted = True

@@ -17,14 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "all_buffers",
-    "all_named_buffers",
-    "all_named_parameters",
-    "all_parameters",
-    "without_overrides",
-]
-
 _ENUMERATING_METHODS = ("parameters", "named_parameters", "buffers", "named_buffers")
 
 

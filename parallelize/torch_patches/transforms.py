@@ -15,8 +15,6 @@ from torch.autograd import forward_ad
 
 from parallelize.errors import ConfigError
 
-__all__ = ["is_differentiating_forward", "is_in_transform", "refuse_transform"]
-
 
 def is_in_transform() -> bool:
     """Whether this thread is inside a transform of torch.func."""
