@@ -39,10 +39,10 @@ if TYPE_CHECKING:
         SyncError,
         WorkerError,
     )
-    from parallelize.launchers.local.plugin import LocalLauncher
+    from parallelize.launchers.local.launcher import LocalLauncher
     from parallelize.launchers.ray import RayLauncher
     from parallelize.launchers.slurm.job import Job
-    from parallelize.launchers.slurm.plugin import SlurmLauncher
+    from parallelize.launchers.slurm.launcher import SlurmLauncher
     from parallelize.launchers.ssh import SSHLauncher
     from parallelize.model import no_sync, parallel_model
     from parallelize.plugins.base import Amp
@@ -107,10 +107,10 @@ _NAMES_BY_MODULE = {
     "data.shard_loader": "shard_loader",
     "decorator": "DistributedFunction distributed",
     "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError WorkerError",
-    "launchers.local.plugin": "LocalLauncher",
+    "launchers.local.launcher": "LocalLauncher",
     "launchers.ray": "RayLauncher",
     "launchers.slurm.job": "Job",
-    "launchers.slurm.plugin": "SlurmLauncher",
+    "launchers.slurm.launcher": "SlurmLauncher",
     "launchers.ssh": "SSHLauncher",
     "model": "no_sync parallel_model",
     "plugins.base": "Amp",

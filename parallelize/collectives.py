@@ -19,8 +19,6 @@ from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run import context
 from parallelize.run.containers import leaves, map_leaves
 
-__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first", "num_processes"]
-
 Op = Literal["mean", "sum", "max", "min"]
 
 
@@ -41,13 +39,22 @@ def all_reduce(x: Any, op: Op) -> Any:
         SyncError: the processes called this with different shapes, dtypes, containers or `op`.
     """
     if op not in differentiable.REDUCE_OPS:
-        raise ConfigError(f"op={op!r}", why="unknown reduction", fix=did_you_mean(str(op), differentiable.REDUCE_OPS))
+        raise ConfigError(
+            f"op={op!r}",
+            why="unknown reduction",
+            fix=did_you_mean(str(op), differentiable.REDUCE_OPS),
+        )
     _refuse_unsupported(x, f"all_reduce(op={op!r})", op=op)
     if num_processes() == 1:
         return map_leaves(lambda leaf: _reduce_alone(leaf, op), x)
     _check_same_call(f"all_reduce(op={op!r})", x)
     return map_leaves(
-        lambda leaf: differentiable.all_reduce(leaf, op) if isinstance(leaf, Tensor) else _reduce_number(leaf, op), x
+        lambda leaf: (
+            differentiable.all_reduce(leaf, op)
+            if isinstance(leaf, Tensor)
+            else _reduce_number(leaf, op)
+        ),
+        x,
     )
 
 
@@ -67,7 +74,9 @@ def all_gather(x: Any) -> Any:
     """
     _refuse_unsupported(x, "all_gather")
     if num_processes() == 1:
-        return map_leaves(lambda leaf: leaf.clone()[None] if isinstance(leaf, Tensor) else [leaf], x)
+        return map_leaves(
+            lambda leaf: leaf.clone()[None] if isinstance(leaf, Tensor) else [leaf], x
+        )
     _check_same_call("all_gather", x)
     return map_leaves(lambda leaf: _apply(leaf, differentiable.all_gather), x)
 
@@ -88,12 +97,18 @@ def broadcast(x: Any, src: int = 0) -> Any:
     """
     size = num_processes()
     if type(src) is not int or not 0 <= src < size:
-        raise ConfigError(f"src={src!r}", why=f"ranks go from 0 to {size - 1} here", fix="use src=0, the main process")
+        raise ConfigError(
+            f"src={src!r}",
+            why=f"ranks go from 0 to {size - 1} here",
+            fix="use src=0, the main process",
+        )
     _refuse_unsupported(x, "broadcast")
     if size == 1:
         return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
     _check_same_call(f"broadcast(src={src})", x)
-    return map_leaves(lambda leaf: _apply(leaf, lambda tensor: differentiable.broadcast(tensor, src)), x)
+    return map_leaves(
+        lambda leaf: _apply(leaf, lambda tensor: differentiable.broadcast(tensor, src)), x
+    )
 
 
 def barrier(name: str | None = None) -> None:
@@ -169,7 +184,12 @@ def num_processes() -> int:
 def _refuse_unsupported(x: Any, call: str, *, op: str | None = None) -> None:
     for leaf in leaves(x):
         if isinstance(leaf, Tensor):
-            if leaf.is_meta or leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
+            if (
+                leaf.is_meta
+                or leaf.is_nested
+                or leaf.is_quantized
+                or leaf.layout is not torch.strided
+            ):
                 raise ConfigError(
                     f"{call} of a tensor of {leaf.dtype}, {leaf.layout}, on {leaf.device}",
                     why="only dense tensors with values can be sent",
@@ -214,7 +234,8 @@ def _check_same_call(call: str, x: Any) -> None:
             return
         texts = gather_objects(f"{text} ({call_site()})")
     raise SyncError(
-        "processes differ: " + "; ".join(f"rank {rank} is at {each}" for rank, each in enumerate(texts)),
+        "processes differ: "
+        + "; ".join(f"rank {rank} is at {each}" for rank, each in enumerate(texts)),
         why="a collective needs the same call on every process",
         fix="call it on every rank, with the same shapes and dtypes in the same order",
     )
@@ -240,18 +261,33 @@ def _signature(x: Any) -> str:
 def _reduce_alone(leaf: Any, op: str) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.clone()
-    return float(leaf) if op == "mean" else (int(leaf) if op == "sum" and isinstance(leaf, bool) else leaf)
+    return (
+        float(leaf)
+        if op == "mean"
+        else (int(leaf) if op == "sum" and isinstance(leaf, bool) else leaf)
+    )
 
 
 def _reduce_number(number: float, op: str) -> Any:
     if op == "sum" and isinstance(number, int):
-        return sum(_apply(number, differentiable.all_gather))  # summed in Python: the result may exceed 64 bits
-    return _apply(float(number) if op == "mean" else number, lambda tensor: differentiable.all_reduce(tensor, op))
+        return sum(
+            _apply(number, differentiable.all_gather)
+        )  # summed in Python: the result may exceed 64 bits
+    return _apply(
+        float(number) if op == "mean" else number,
+        lambda tensor: differentiable.all_reduce(tensor, op),
+    )
 
 
 def _apply(leaf: Any, collective: Callable[[Tensor], Tensor]) -> Any:
     """Run a collective on a tensor, or on a number that is converted to a tensor and back."""
     if isinstance(leaf, Tensor):
         return collective(leaf)
-    kind = torch.float64 if isinstance(leaf, float) else torch.bool if isinstance(leaf, bool) else torch.int64
+    kind = (
+        torch.float64
+        if isinstance(leaf, float)
+        else torch.bool
+        if isinstance(leaf, bool)
+        else torch.int64
+    )
     return collective(torch.tensor(leaf, dtype=kind)).tolist()

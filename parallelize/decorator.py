@@ -41,8 +41,6 @@ from parallelize.worker.in_process import gather_values, run_as_rank, run_in_thi
 from parallelize.worker.main import refuse_during_task_load
 from parallelize.worker.preemption import handle_stop_signals
 
-__all__ = ["DistributedFunction", "distributed"]
-
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -52,7 +50,9 @@ S = TypeVar("S")
 @overload
 def distributed(function: Callable[P, R], /) -> DistributedFunction[P, R]: ...
 @overload
-def distributed(**options: Unpack[Options]) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
+def distributed(
+    **options: Unpack[Options],
+) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
 def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Options]) -> Any:
     """Decorate a function so that each call runs on all requested devices.
 
@@ -168,7 +168,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         with folded_traceback:
             return self._submit([(args, kwargs)])[0]
 
-    def submit_many(self, calls: Iterable[Mapping[str, Any]], *, at_most: int | None = None) -> list[Job[R]]:
+    def submit_many(
+        self, calls: Iterable[Mapping[str, Any]], *, at_most: int | None = None
+    ) -> list[Job[R]]:
         """Submit several calls as one job array; raise the same errors as `submit`.
 
         Args:
@@ -178,7 +180,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         with folded_traceback:
             return self._submit([((), dict(kwargs)) for kwargs in calls], at_most=at_most)
 
-    def sbatch_script(self, path: str | os.PathLike[str], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def sbatch_script(
+        self, path: str | os.PathLike[str], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Write the job script that `submit(*args, **kwargs)` would submit; raise the same errors as `submit`."""
         launcher, (task,) = self._jobs([(args, kwargs)])
         launcher.write_script(task, Path(path))
@@ -209,7 +213,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         refuse_during_task_load(name_of(self.__wrapped__))
         layout = place(self._self_config.merged(os.environ), probe(), os.environ)
         launch = functools.partial(_worker_launcher(layout).launch, node=None, environ=os.environ)
-        return compare_runs(Task(*_unbind(self.__wrapped__, args), kwargs, layout), steps=steps, launch=launch)
+        return compare_runs(
+            Task(*_unbind(self.__wrapped__, args), kwargs, layout), steps=steps, launch=launch
+        )
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> DistributedFunction[P, R]: ...
@@ -233,7 +239,10 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     def _is_equal_to(self, found: Any) -> bool:
         # Not `is`: each attribute access on a class creates a new bound object.
         own = self.__wrapped__, self._self_config
-        return isinstance(found, DistributedFunction) and (found.__wrapped__, found._self_config) == own
+        return (
+            isinstance(found, DistributedFunction)
+            and (found.__wrapped__, found._self_config) == own
+        )
 
     def __dir__(self) -> list[str]:
         """List the attributes of the function, and what decorated functions have."""
@@ -260,9 +269,13 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         layout = launcher.plan(config)
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=4)
-        return launcher, [Task(*_unbind(self.__wrapped__, args), kwargs, layout) for args, kwargs in calls]
+        return launcher, [
+            Task(*_unbind(self.__wrapped__, args), kwargs, layout) for args, kwargs in calls
+        ]
 
-    def _submit(self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None) -> list[Job[R]]:
+    def _submit(
+        self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None
+    ) -> list[Job[R]]:
         refuse_during_task_load(name_of(self.__wrapped__))
         if at_most is not None:
             at_most = count(1)("at_most", at_most)
@@ -273,7 +286,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         function: Any = self.__wrapped__
         run = active()
         if run is not None:
-            if run.state.is_in_block and run.world.world_size == 1 < (size := self._plan()[0].world_size):
+            if run.state.is_in_block and run.world.world_size == 1 < (
+                size := self._plan()[0].world_size
+            ):
                 raise ConfigError(
                     f"{name_of(function)}, for {size} processes, in a parallel_model block of one process",
                     why="inside of a block a call runs where the block is",

@@ -17,19 +17,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "ConfigError",
-    "Fault",
-    "LaunchError",
-    "MissingDependencyError",
-    "ParallelizeError",
-    "SyncError",
-    "WorkerError",
-    "add_note",
-    "did_you_mean",
-    "list_ranks",
-]
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -125,7 +112,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     names = {each.casefold(): repr(each) for each in sorted(known)}
     # Of several similar names one of the same length: "dpp" is a typo of "ddp", although "dp" is more similar.
-    near = sorted(difflib.get_close_matches(name.casefold(), names), key=lambda each: abs(len(each) - len(name)))
+    near = sorted(
+        difflib.get_close_matches(name.casefold(), names),
+        key=lambda each: abs(len(each) - len(name)),
+    )
     hint = f"did you mean {names[near[0]]}? " if near else ""
     return f"{hint}known: {', '.join(names.values()) or 'none'}"
 

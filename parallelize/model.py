@@ -41,8 +41,6 @@ from parallelize.run.context import Runtime
 from parallelize.torch_patches.compile import exclude_package
 from parallelize.torch_patches.forward import route_of
 
-__all__ = ["no_sync", "parallel_model"]
-
 M = TypeVar("M", bound=nn.Module)
 N = TypeVar("N", bound=nn.Module)
 
@@ -155,7 +153,9 @@ def parallel_model(
         exclude_package()
         parts = stack.enter_context(same_bits(run))
         session = stack.enter_context(_open_precision(run, modules, given_optimizers))
-        build = functools.partial(build_engine, run=run, parts=parts, restore=restore, average=average)
+        build = functools.partial(
+            build_engine, run=run, parts=parts, restore=restore, average=average
+        )
         block = Block(run, modules, session=session, options=block_options, build_engine=build)
         # After the session has opened: Apex replaces forward, which the block routes.
         stack.enter_context(block.running())

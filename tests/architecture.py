@@ -102,31 +102,36 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 5_771,
+    "": 5_729,
     "agreement": 13_897,
     "backends": 19_558,
     "backends/balanced": 14_117,
     "block": 5_294,
-    "call": 13_530,
+    "call": 13_533,
     "checkpoint": 13_409,
     "cli": 4_552,
-    "cluster": 4_256,
-    "comparison": 1_569,
-    "config": 6_017,
+    "cluster": 4_199,
+    "comparison": 1_575,
+    "config": 5_970,
     "data": 21_370,
     "gradients": 10_614,
     "hang_detection": 7_833,
-    "launchers": 20_062,
-    "plugins": 3_248,
+    "launchers": 19_990,
+    "plugins": 3_204,
     "precision": 6_829,
     "run": 9_938,
     "torch_patches": 7_519,
-    "worker": 4_371,
+    "worker": 4_322,
 }
 
 # Rooms that are written plainly: their figures of reading stay within READING, and what is internal has an underscore,
 # so that they need no __all__. The goal is all rooms.
-PLAIN_ROOMS = frozenset({"agreement", "block", "data", "gradients", "run", "torch_patches"})
+PLAIN_ROOMS = frozenset(
+    {
+        *("", "agreement", "block", "call", "cluster", "config", "data", "gradients", "launchers", "plugins", "run"),
+        *("torch_patches", "worker"),
+    }
+)
 
 # Figures of a plain room: code tokens a line; of a thousand code tokens: comprehensions, those in others or with two
 # loops, conditional expressions; of a hundred names: those that name nothing.

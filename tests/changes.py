@@ -324,7 +324,7 @@ OF_PYTHON = (
     ),
     Change(
         what="`logging.FileHandler._open`",
-        where="call/settings.py",
+        where="call/logs.py",
         names=("logging.FileHandler._open",),
         why="imports in a worker truncate the caller's log files",
         lasts="the import of modules",
@@ -348,7 +348,7 @@ OF_PYTHON = (
     ),
     Change(
         what="`pdb.Pdb`",
-        where="worker/debugger.py",
+        where="worker/keyboard.py",
         names=("pdb.Pdb",),
         why="`breakpoint()` in a rank reads from nowhere",
         lasts="the worker",
@@ -410,7 +410,7 @@ OF_PYTHON = (
     ),
     Change(
         what="handler of SIGINT at a prompt of pdb",
-        where="launchers/local/debugger.py",
+        where="launchers/local/keyboard.py",
         names=("signal.signal",),
         why="Ctrl-C at the prompt ends the call",
         lasts="a prompt",

@@ -30,8 +30,6 @@ import torch
 from parallelize.call.reachable import is_a
 from parallelize.errors import LaunchError
 
-__all__ = ["Mappings", "bytes_of", "has_plain_elements", "is_in_file", "reduce_array", "reduce_memmap"]
-
 # A smaller array is a part of the pickle: a record of its own would take longer than its copy.
 _MIN_BYTES = 2**15
 _PICKLING = ("__reduce__", "__reduce_ex__", "__setstate__")

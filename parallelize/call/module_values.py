@@ -33,8 +33,6 @@ from parallelize.call.reachable import (
     variables_of,
 )
 
-__all__ = ["ImportedFiles", "ModuleValues"]
-
 _MAX_BYTES = 16 * 2**20  # larger values are data, which the workers read again on import
 # What mentions these is different in each worker.
 _OF_RANK = {

@@ -51,21 +51,6 @@ from parallelize.call.reachable import (
 )
 from parallelize.errors import ConfigError, LaunchError, ParallelizeError
 
-__all__ = [
-    "Trial",
-    "cause_of",
-    "check_is_plain_function",
-    "dump",
-    "full_disk_error",
-    "is_found",
-    "is_importable",
-    "load",
-    "pickle_by_value_unless_importable",
-    "pickle_main_by_value",
-    "pickled_by_value",
-    "populate_main",
-]
-
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _MAX_DECORATORS = 9
 # Objects that consist of others, or are too small to be weighed.
@@ -101,7 +86,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return pkgutil.resolve_name, (path,)
         if (path := _path_in_library(obj)) is not None:
             return _from_library, (path, kind)
-        if kind is _CACHED and self._is_by_value(obj.__wrapped__):  # whose own reduction is its name
+        if kind is _CACHED and self._is_by_value(
+            obj.__wrapped__
+        ):  # whose own reduction is its name
             return _rebuild_cached, (obj.cache_parameters(), obj.__wrapped__)
         if kind is types.CodeType:  # cloudpickle leaves out the file, which tracebacks name
             make, args = self.dispatch_table[types.CodeType](obj)
@@ -113,7 +100,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # It drops the attributes of subclasses. Hooks, and a scheduler's mark, are the process's own.
             own = [key for key in vars(obj) if not key.endswith(("pre_hooks", "post_hooks"))]
             return object.__new__, (kind,), {key: vars(obj)[key] for key in own if key != "step"}
-        if kind is torch.Generator and obj.device.type != "cpu":  # on the reader's own device, which `load` sets
+        if (
+            kind is torch.Generator and obj.device.type != "cpu"
+        ):  # on the reader's own device, which `load` sets
             return kind, (obj.device.type,), obj.get_state(), None, None, kind.set_state
         if is_a(obj, np.ndarray) and (mapped := self._reduce_mapped(obj)) is not None:
             return mapped
@@ -135,7 +124,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def _is_by_value(self, function: Any) -> bool:
         module = sys.modules.get(getattr(function, "__module__", ""))
-        return not is_importable(module) and not (self.for_rank and function.__module__ == "__main__")
+        return not is_importable(module) and not (
+            self.for_rank and function.__module__ == "__main__"
+        )
 
     def _path_of(self, obj: Any) -> str | None:
         """Return the path of an object with a name that cloudpickle does not find.
@@ -163,7 +154,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 def _path_in_library(obj: object) -> str | None:
     """Return the path of an object that cannot be pickled, and that its library makes on import: `loguru.logger`."""
     top = type(obj).__module__.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("torch", "numpy") or is_user_code(type(obj).__module__):
+    if (
+        top in sys.stdlib_module_names
+        or top in ("torch", "numpy")
+        or is_user_code(type(obj).__module__)
+    ):
         return None
     variables = list(namespace(sys.modules.get(top)).items())
     path = next((f"{top}:{name}" for name, value in variables if value is obj), None)
@@ -177,7 +172,9 @@ def _path_in_library(obj: object) -> str | None:
 def _from_library(path: str, kind: type) -> object:
     found = pkgutil.resolve_name(path)
     if type(found) is not kind:
-        raise TypeError(f"{path} is a {type(found).__name__} in a worker: make the {kind.__name__} in the function")
+        raise TypeError(
+            f"{path} is a {type(found).__name__} in a worker: make the {kind.__name__} in the function"
+        )
     return found
 
 
@@ -282,7 +279,9 @@ def dump(
                 save(obj, opened)
     except Exception as exc:  # a user's __reduce__ may raise anything
         if isinstance(written, Path):
-            with contextlib.suppress(OSError):  # torch keeps the file open as long as its error lives
+            with contextlib.suppress(
+                OSError
+            ):  # torch keeps the file open as long as its error lives
                 os.truncate(written, 0)
             written.unlink(missing_ok=True)
             if getattr(cause_of(exc), "errno", None) in (errno.ENOSPC, errno.EDQUOT):
@@ -336,14 +335,18 @@ def load(source: Path | bytes, *, device: torch.device) -> Any:
         return storage if saved_on == "cpu" else storage.to(device=device)
 
     file = source if isinstance(source, Path) else io.BytesIO(source)
-    known = set(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)  # those of this process, by value
+    known = set(
+        cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+    )  # those of this process, by value
     unpickler = type("Unpickler", (_Unpickler,), {"known": known})
     module: Any = types.SimpleNamespace(Unpickler=unpickler, __name__=__name__)
     with torch.accelerator.device_index(device.index):
         return torch.load(file, locate, module, mmap=file is source, weights_only=False)
 
 
-def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -> tuple[str, Exception] | None:
+def _find_unpicklable(
+    parts: Mapping[str, object], seen: tuple[int, ...] = ()
+) -> tuple[str, Exception] | None:
     """Return the name and error of the innermost object that cannot be pickled, if there is one."""
     for name, part in parts.items():
         error = None if id(part) in seen else Trial(part).error

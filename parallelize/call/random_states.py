@@ -21,8 +21,6 @@ import torch
 
 from parallelize.config.config import Config
 
-__all__ = ["RandomStates", "advances_caller", "restoring_caller"]
-
 
 def advances_caller(config: Config) -> bool:
     """Whether a call that returns leaves the caller's generators where rank 0's are.

@@ -17,19 +17,6 @@ import torch
 import wrapt
 from torch import nn
 
-__all__ = [
-    "CODE",
-    "CONTAINERS",
-    "GENERATORS",
-    "PROXY",
-    "free_variables",
-    "is_a",
-    "is_stateful",
-    "is_user_code",
-    "namespace",
-    "variables_of",
-]
-
 PROXY: Any = wrapt.CallableObjectProxy.__base__  # of decorated functions
 CODE: tuple[Any, ...] = (types.FunctionType, types.BuiltinFunctionType, type, PROXY)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)

@@ -37,8 +37,6 @@ from parallelize.call.reachable import (
 from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
 from parallelize.torch_patches.step import parameters_of
 
-__all__ = ["Changes", "bytes_of_models", "data_of", "restore", "unreturned_warning"]
-
 # Attributes of modules and optimizers that come back, or never change.
 _OF_TORCH = frozenset({"training", "defaults", "param_groups", "state"})
 # Not data. What datasets, samplers and loaders count or cache is not the result of a call.
@@ -231,7 +229,9 @@ def unreturned_warning(outcomes: Sequence[Any]) -> list[str]:
         return []
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     what = f"{', '.join(names[:_MAX_SHOWN])}{more} changed in the workers"
-    why = "only modules, optimizers, generators and what has state_dict and load_state_dict come back"
+    why = (
+        "only modules, optimizers, generators and what has state_dict and load_state_dict come back"
+    )
     verb = "does" if len(names) == 1 else "do"
     return [f"{what} and {verb} not come back: {why}; return the rest from the function"]
 

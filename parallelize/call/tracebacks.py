@@ -22,9 +22,9 @@ import torch
 
 from parallelize.errors import ParallelizeError
 
-__all__ = ["folded_traceback", "in_users_code", "print_with_notes", "shorten_chain"]
-
-_TORCH, _CLOUDPICKLE = (str(Path(each.__file__ or "").parent) + os.sep for each in (torch, cloudpickle))
+_TORCH, _CLOUDPICKLE = (
+    str(Path(each.__file__ or "").parent) + os.sep for each in (torch, cloudpickle)
+)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 # torch.compiler.disable, which this package uses, calls its function from the second file.
 _OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(_TORCH, "_dynamo", "external_utils.py")))
@@ -43,7 +43,11 @@ class _FoldedTraceback(contextlib.AbstractContextManager[None]):
         # The interpreter re-raises `error` with its __traceback__; contextlib.contextmanager would restore the old one.
         if error is not None and not _is_full():
             shorten_chain(error)
-        if error is not None and sys.version_info < (3, 11) and sys.excepthook is sys.__excepthook__:
+        if (
+            error is not None
+            and sys.version_info < (3, 11)
+            and sys.excepthook is sys.__excepthook__
+        ):
             sys.excepthook = print_with_notes
 
 
@@ -54,7 +58,9 @@ def _is_full() -> bool:
     return os.environ.get("PARALLELIZE_TRACEBACK") == "full"
 
 
-def print_with_notes(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+def print_with_notes(
+    kind: type[BaseException], error: BaseException, _trace: TracebackType | None
+) -> None:
     """Print an exception as Python 3.11 does, with its notes; an excepthook."""
     if not _is_full():
         shorten_chain(error)
@@ -81,7 +87,11 @@ def shorten_chain(error: BaseException) -> None:
 
 
 def _may_be_a_defect(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, ParallelizeError) and not hasattr(error, "__notes__")
+    return (
+        isinstance(error, Exception)
+        and not isinstance(error, ParallelizeError)
+        and not hasattr(error, "__notes__")
+    )
 
 
 def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> TracebackType | None:

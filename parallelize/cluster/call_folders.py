@@ -27,8 +27,6 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["CALL_FOLDER_PREFIX", "call_folder", "own_call_folders", "remove_call_folder"]
-
 CALL_FOLDER_PREFIX = "parallelize-call-"
 
 # A younger folder without a lock may belong to a call that is about to lock it.

@@ -9,8 +9,6 @@ import torch
 
 from parallelize.errors import ConfigError
 
-__all__ = ["MASKS", "Hardware", "compose_visible_devices", "probe"]
-
 MASKS = {"cuda": "CUDA_VISIBLE_DEVICES"}
 """Type of device -> the variable that limits which of them a process sees, and thereby renumbers them."""
 

@@ -13,8 +13,6 @@ from parallelize.cluster.network import loopback
 from parallelize.cluster.world import Node, World, bad_port
 from parallelize.errors import ConfigError
 
-__all__ = ["detect", "detect_node", "first_host", "hosts", "number_of_pods", "tasks_per_node"]
-
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _MOST_NODES = 1 << 16
 """The largest range of Slurm's lists of nodes (MAX_RANGE): a longer one is no list of nodes."""
@@ -62,11 +60,16 @@ def _of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what has no variable of its own: the processes of this node, the nodes, and the address of rank 0."""
     tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node_rank = _integer(environ, "SLURM_NODEID")
-    if "SLURM_GTIDS" in environ:  # the ranks on this node; some scripts unset it for programs that it disturbs
+    if (
+        "SLURM_GTIDS" in environ
+    ):  # the ranks on this node; some scripts unset it for programs that it disturbs
         local_size = len(environ["SLURM_GTIDS"].split(","))
     else:
         local_size = tasks[node_rank] if 0 <= node_rank < len(tasks) else 0
-    computed = {"=LOCAL_SIZE": str(local_size), "=NUM_NODES": str(len(tasks))}  # no variable has such a name
+    computed = {
+        "=LOCAL_SIZE": str(local_size),
+        "=NUM_NODES": str(len(tasks)),
+    }  # no variable has such a name
     if len(tasks) > 1 and "MASTER_ADDR" not in environ:
         computed["MASTER_ADDR"] = _node_of_rank_0(environ, node_rank)
     return computed
@@ -90,7 +93,9 @@ def _node_of_rank_0(environ: Mapping[str, str], node_rank: int) -> str:
     first = first_host(nodelist)
     # A job that is submitted in a heterogeneous job inherits the variables of that job's components.
     if environ.get("SLURM_JOB_ID_HET_GROUP_0") == environ.get("SLURM_JOB_ID", ""):
-        first = next(filter(set(hosts(nodelist)).__contains__, _hosts_of_components(environ)), first)
+        first = next(
+            filter(set(hosts(nodelist)).__contains__, _hosts_of_components(environ)), first
+        )
     name = environ.get("SLURMD_NODENAME", first)
     if node_rank == 0 and name != first:
         raise ConfigError(
@@ -138,7 +143,12 @@ class _Launcher(NamedTuple):
 
 
 _TORCHRUN = _Launcher(
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK NODE_RANK", "GROUP_WORLD_SIZE"
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK NODE_RANK",
+    "GROUP_WORLD_SIZE",
 )
 _LAUNCHERS = (
     _Launcher(
@@ -149,7 +159,9 @@ _LAUNCHERS = (
         run_id="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
     ),
     # MPICH, Intel MPI; MPICH's variables do not identify a run
-    _Launcher("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", run_id="I_MPI_HYDRA_UUID"),
+    _Launcher(
+        "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", run_id="I_MPI_HYDRA_UUID"
+    ),
     _Launcher(
         "FLUX_TASK_RANK",
         "FLUX_TASK_LOCAL_ID",
@@ -223,7 +235,9 @@ def detect(environ: Mapping[str, str]) -> World | None:
     # RANK alone may be a pod's, a node's (WORLD_SIZE then counts processes) or left in a shell.
     is_rank = "LOCAL_RANK" in present
     numbers = _integer(present, "RANK"), _integer(present, "WORLD_SIZE")
-    if world and ((world.rank, world.world_size) == numbers or (not is_rank and world.world_size > 1)):
+    if world and (
+        (world.rank, world.world_size) == numbers or (not is_rank and world.world_size > 1)
+    ):
         return world
     return _read(_TORCHRUN, present) if is_rank else _pod(present)
 
@@ -240,7 +254,11 @@ def detect_node(environ: Mapping[str, str]) -> Node | None:
     present = _present(environ)
     if "MASTER_ADDR" not in present:
         return None
-    port = _integer(present, "MASTER_PORT", fix="export MASTER_PORT=29400, or any free port, the same on every node")
+    port = _integer(
+        present,
+        "MASTER_PORT",
+        fix="export MASTER_PORT=29400, or any free port, the same on every node",
+    )
     if not 0 < port < 65536:
         raise ConfigError.of([bad_port("MASTER_PORT", port)])
     node_rank = _integer(present, "NODE_RANK") if "NODE_RANK" in present else None
@@ -276,7 +294,9 @@ def _pod(environ: Mapping[str, str]) -> World | None:
 def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
     def number(names: str, default: int | None = None) -> int:
         known = names.split() or [""]
-        return _integer(environ, next((name for name in known if name in environ), known[0]), default)
+        return _integer(
+            environ, next((name for name in known if name in environ), known[0]), default
+        )
 
     least = launcher.least
     if launcher.rank not in environ or number(launcher.world_size, least - 1 or None) < least:
@@ -284,7 +304,10 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
     environ = {**launcher.more(environ), **environ}
     world_size, rank = number(launcher.world_size), number(launcher.rank)
     is_single = world_size == 1
-    local_rank, num_nodes = number(launcher.local_rank, 0 if is_single else None), number(launcher.num_nodes, 0)
+    local_rank, num_nodes = (
+        number(launcher.local_rank, 0 if is_single else None),
+        number(launcher.num_nodes, 0),
+    )
     # Without the number of processes of this node all are on it, unless rank and local rank differ.
     own_size, rest = divmod(world_size, num_nodes or 1)
     if rest and not launcher.local_world_size:
@@ -293,10 +316,15 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
             why="this launcher does not set the number of processes of a node, and they cannot be equal",
             fix="start the same number of processes on every node",
         )
-    local_world_size = number(launcher.local_world_size, own_size if num_nodes or rank == local_rank else None)
+    local_world_size = number(
+        launcher.local_world_size, own_size if num_nodes or rank == local_rank else None
+    )
     has_one_node, port = local_world_size == world_size, 0 if is_single else None
     if launcher.run_id:
-        run_id = ".".join(environ[name] for name in launcher.run_id.split() if name in environ) or "mpirun"
+        run_id = (
+            ".".join(environ[name] for name in launcher.run_id.split() if name in environ)
+            or "mpirun"
+        )
         # All processes of a run derive the same one, above well-known services, below Linux's ephemeral ports (32768).
         port = 20000 + zlib.crc32(run_id.encode(errors="replace")) % 12000
     address = environ.get("MASTER_ADDR", loopback() if has_one_node else "").strip("[]")
@@ -312,7 +340,9 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
     return World(
         rank=rank,
         local_rank=local_rank,
-        node_rank=number(launcher.node_rank, rank % max(-(-world_size // size), 1) if rest else filled),
+        node_rank=number(
+            launcher.node_rank, rank % max(-(-world_size // size), 1) if rest else filled
+        ),
         world_size=world_size,
         local_world_size=local_world_size,
         master_addr=address,
@@ -329,7 +359,9 @@ def _users_group(environ: Mapping[str, str]) -> World | None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
     node_rank = _integer(environ, "NODE_RANK", 0)
-    return World(rank, _integer(environ, "LOCAL_RANK", rank), node_rank, world_size, local_world_size)
+    return World(
+        rank, _integer(environ, "LOCAL_RANK", rank), node_rank, world_size, local_world_size
+    )
 
 
 def _present(environ: Mapping[str, str]) -> dict[str, str]:
@@ -343,12 +375,16 @@ def _present(environ: Mapping[str, str]) -> dict[str, str]:
         present.pop("PMI_RANK", None)
     options = {name: present[f"PET_{name}"] for name in _RENDEZVOUS if f"PET_{name}" in present}
     host, _, port = present.get("PET_RDZV_ENDPOINT", "").rpartition(":")
-    if host and not present.get("PET_RDZV_BACKEND", "").startswith("etcd"):  # an etcd server is on no node of the run
+    if host and not present.get("PET_RDZV_BACKEND", "").startswith(
+        "etcd"
+    ):  # an etcd server is on no node of the run
         options = {"MASTER_ADDR": host, "MASTER_PORT": port, **options}
     return {**options, **present}
 
 
-def _integer(environ: Mapping[str, str], name: str, default: int | None = None, *, fix: str | None = None) -> int:
+def _integer(
+    environ: Mapping[str, str], name: str, default: int | None = None, *, fix: str | None = None
+) -> int:
     value = environ.get(name)
     if value is None and default is not None:
         return default
@@ -358,5 +394,6 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None, 
         raise ConfigError(
             f"{name} is not set" if value is None else f"{name}={value!r}",
             why="related variables are set" if value is None else "it is not an integer",
-            fix=fix or f"let the launcher set {name}, or unset all variables of the launcher to run without one",
+            fix=fix
+            or f"let the launcher set {name}, or unset all variables of the launcher to run without one",
         ) from None

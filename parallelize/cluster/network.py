@@ -13,15 +13,6 @@ from pathlib import Path
 
 from parallelize.errors import LaunchError
 
-__all__ = [
-    "gloo_interface",
-    "interface_of",
-    "is_local_address",
-    "loopback",
-    "resolvable_address",
-    "source_address_for",
-]
-
 _SIOCGIFADDR = 0x8915
 
 
@@ -55,8 +46,13 @@ def interface_of(address: str) -> str | None:
     if not sys.platform.startswith("linux"):
         return None
     if ":" in address:
-        packed, table = socket.inet_pton(socket.AF_INET6, address).hex(), Path("/proc/net/if_inet6").read_text()
-        return next((line.split()[-1] for line in table.splitlines() if line.startswith(packed)), None)
+        packed, table = (
+            socket.inet_pton(socket.AF_INET6, address).hex(),
+            Path("/proc/net/if_inet6").read_text(),
+        )
+        return next(
+            (line.split()[-1] for line in table.splitlines() if line.startswith(packed)), None
+        )
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if _ipv4_address(name) == address), None)
 
@@ -100,7 +96,9 @@ def resolvable_address(host: str) -> str:
         return host
     command, shown = ["scontrol", "show", "node", host, "--oneliner"], ""
     with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):  # no Slurm here
-        shown = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20).stdout
+        shown = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=20
+        ).stdout
     found = re.search(r"\bNodeAddr=(\S+)", shown)
     if found is None or not _resolves(found[1]):
         raise LaunchError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["STOP_FILE_VARIABLE", "Allocation", "current_allocation"]
-
 STOP_FILE_VARIABLE = "_PARALLELIZE_STOP_FILE"
 """Environment variable with the path of the stop file: the run should stop once the file exists."""
 
@@ -47,5 +45,7 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     # A task that is bound to one GPU has its number on the node in SLURM_STEP_GPUS. Slurm sets CUDA_VISIBLE_DEVICES to
     # the same number, or to 0 if the task's cgroup has no other GPU. A cgroup alone prevents CUDA IPC.
     own_gpu = environ.get("SLURM_STEP_GPUS", "")
-    is_renumbered = own_gpu.isdecimal() and own_gpu != "0" and environ.get("CUDA_VISIBLE_DEVICES") == "0"
+    is_renumbered = (
+        own_gpu.isdecimal() and own_gpu != "0" and environ.get("CUDA_VISIBLE_DEVICES") == "0"
+    )
     return Allocation(job_id, int(nodes), gpus_on_node, is_renumbered and (gpus_on_node or 0) > 1)

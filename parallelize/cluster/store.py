@@ -7,8 +7,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["STORE_FILE", "listen", "serve_store"]
-
 STORE_FILE = "store"
 """Name of the file in the folder of a call in which its ranks on one node meet."""
 
@@ -23,8 +21,14 @@ def listen(address: str, port: int) -> socket.socket:
         OSError: the address belongs to another machine, or the port is in use.
     """
     family, *_, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    is_loopback_alias = str(target[0]).startswith("127.") and not address.startswith("127.") and address != "localhost"
-    return socket.create_server(("", port) if is_loopback_alias else target, family=family, backlog=socket.SOMAXCONN)
+    is_loopback_alias = (
+        str(target[0]).startswith("127.")
+        and not address.startswith("127.")
+        and address != "localhost"
+    )
+    return socket.create_server(
+        ("", port) if is_loopback_alias else target, family=family, backlog=socket.SOMAXCONN
+    )
 
 
 def serve_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:

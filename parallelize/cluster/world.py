@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from parallelize.errors import ConfigError, Fault
 
-__all__ = ["Node", "World", "bad_port"]
-
 
 @dataclass(frozen=True)
 class World:
@@ -48,19 +46,43 @@ class World:
             raise ConfigError.of(faults)
 
     def _faults(self) -> Iterator[Fault]:
-        elsewhere = self.world_size - self.local_world_size  # processes on other nodes: at least one on each
+        elsewhere = (
+            self.world_size - self.local_world_size
+        )  # processes on other nodes: at least one on each
         node_limits = (2 if elsewhere else 1, elsewhere + 1)
         counts = f"world_size={self.world_size} and local_world_size={self.local_world_size}"
         for name, value, least, most, given in (
             ("rank", self.rank, 0, self.world_size - 1, f"world_size={self.world_size}"),
-            ("local_rank", self.local_rank, 0, self.local_world_size - 1, f"local_world_size={self.local_world_size}"),
-            ("local_world_size", self.local_world_size, 1, self.world_size, f"world_size={self.world_size}"),
-            ("node_rank", self.node_rank, 0, min(elsewhere, self.num_nodes - 1), f"num_nodes={self.num_nodes}"),
+            (
+                "local_rank",
+                self.local_rank,
+                0,
+                self.local_world_size - 1,
+                f"local_world_size={self.local_world_size}",
+            ),
+            (
+                "local_world_size",
+                self.local_world_size,
+                1,
+                self.world_size,
+                f"world_size={self.world_size}",
+            ),
+            (
+                "node_rank",
+                self.node_rank,
+                0,
+                min(elsewhere, self.num_nodes - 1),
+                f"num_nodes={self.num_nodes}",
+            ),
             ("num_nodes", self.num_nodes, *node_limits, counts),
         ):
             if not least <= value <= most:
                 why = f"it must be from {least} to {most}" if least <= most else "no value is valid"
-                yield Fault(f"{name}={value} with {given}", why, "check the variables that your launcher sets")
+                yield Fault(
+                    f"{name}={value} with {given}",
+                    why,
+                    "check the variables that your launcher sets",
+                )
         if not 0 <= self.master_port < 65536:
             yield bad_port("master_port", self.master_port)
 

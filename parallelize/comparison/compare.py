@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallelize.call.task import Outcome, Task
+from parallelize.call.outcome import Outcome
+from parallelize.call.task import Task
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.run.context import active, current, world_size

@@ -12,23 +12,26 @@ from datetime import timedelta
 from typing import Annotated, Any, get_type_hints
 
 from parallelize.config import options as parse
-from parallelize.config.options import ALL_GPUS, DTYPES, FLAGS, Gpus, backend_by_device_type, gpus_text
+from parallelize.config.options import (
+    ALL_GPUS,
+    DTYPES,
+    FLAGS,
+    Gpus,
+    backend_by_device_type,
+    gpus_text,
+)
 from parallelize.errors import ConfigError, Fault, did_you_mean
 from parallelize.plugins import registry
 from parallelize.plugins.base import Amp, Backend, Launcher, Precision
 
-__all__ = [
-    "ENV_PREFIX",
-    "NO_COLLECTIVES",
-    "Config",
-    "contradictions",
-    "naming_variables",
-    "use",
-]
-
 ENV_PREFIX = "PARALLELIZE_"
 # PRELOAD=0: the fork server imports none of the caller's modules; TRACEBACK=full: errors show this package's frames
-_NO_OPTIONS = ("PARALLELIZE_KEY", "PARALLELIZE_POST_MORTEM", "PARALLELIZE_PRELOAD", "PARALLELIZE_TRACEBACK")
+_NO_OPTIONS = (
+    "PARALLELIZE_KEY",
+    "PARALLELIZE_POST_MORTEM",
+    "PARALLELIZE_PRELOAD",
+    "PARALLELIZE_TRACEBACK",
+)
 
 NO_COLLECTIVES = frozenset({"mps"})
 """Types of devices without collectives in torch: only a single process can run on them, under any backend."""
@@ -87,14 +90,19 @@ class Config:
             ConfigError: options are unknown, invalid or exclude each other; the error lists all faults.
         """
         plugins = {"backend": "ddp", "amp_engine": "native"}
-        parsed, faults = {name: _parse(name, value) for name, value in plugins.items()}, list[Fault]()
+        parsed, faults = (
+            {name: _parse(name, value) for name, value in plugins.items()},
+            list[Fault](),
+        )
         for name, value in options.items():
             try:
                 parsed[name] = _parse(name, value)
             except ConfigError as error:
                 faults += error.faults
         config = cls(**parsed)  # an invalid option has its default, which contradicts no other one
-        faults += contradictions(config, config.num_nodes or 1, "cpu" if config.is_for_cpu else None)
+        faults += contradictions(
+            config, config.num_nodes or 1, "cpu" if config.is_for_cpu else None
+        )
         if faults:
             raise ConfigError.of(faults)
         return config
@@ -144,7 +152,9 @@ class Config:
         for variable, text in _variables(environ).items():
             name = variable.removeprefix(ENV_PREFIX).lower()
             own = getattr(self, name, None)
-            is_same_by_name = text == getattr(own, "name", None) or (isinstance(own, Amp) and FLAGS.get(text.lower()))
+            is_same_by_name = text == getattr(own, "name", None) or (
+                isinstance(own, Amp) and FLAGS.get(text.lower())
+            )
             if not is_same_by_name:
                 changes[name] = text
         try:
@@ -154,7 +164,8 @@ class Config:
 
 
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
-    name: annotated.__metadata__[0] for name, annotated in get_type_hints(Config, include_extras=True).items()
+    name: annotated.__metadata__[0]
+    for name, annotated in get_type_hints(Config, include_extras=True).items()
 }
 
 
@@ -247,7 +258,9 @@ def _device_faults(backend: Backend, group: str | None, device_type: str) -> Ite
         )
 
 
-def _amp_faults(backend: Backend, amp: Amp, engine: type[Precision], device_type: str | None) -> Iterator[Fault]:
+def _amp_faults(
+    backend: Backend, amp: Amp, engine: type[Precision], device_type: str | None
+) -> Iterator[Fault]:
     levels, level = backend.amp.get(engine.name, frozenset()), amp.level or engine.default_level
     if level not in levels:
         instead = _choices("amp", levels) or _choices("amp_engine", backend.amp)
@@ -275,7 +288,9 @@ def use(alternative: str, fits: Callable[[type[Backend]], bool]) -> str:
         alternative: to a backend; may be empty.
         fits: whether a backend is an alternative.
     """
-    backends = [name for name in registry.names("backends") if fits(registry.find("backends", name))]
+    backends = [
+        name for name in registry.names("backends") if fits(registry.find("backends", name))
+    ]
     usable = [each for each in (alternative, _choices("backend", backends)) if each]
     return f"use {', or '.join(usable) or 'a backend of your own (see parallelize.plugins.base)'}"
 

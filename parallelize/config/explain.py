@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from parallelize.config.layout import Layout
 
-__all__ = ["explain", "precision_summary"]
-
 
 def explain(layout: Layout, *, name: str, queue: str | None = None) -> str:
     """Return a text table with the processes, devices and options of a call, computed before it starts.
@@ -16,7 +14,10 @@ def explain(layout: Layout, *, name: str, queue: str | None = None) -> str:
         queue: name of the launcher that makes the call on other machines; None: it runs on this one.
     """
     config = layout.config
-    count, launcher = config.backend.devices_per_process, config.launcher.name if config.launcher else "local"
+    count, launcher = (
+        config.backend.devices_per_process,
+        config.launcher.name if config.launcher else "local",
+    )
     per = f"{count} devices" if count else config.backend.process_per
     if queue is not None:
         starts = f"nothing here: {layout.num_nodes} node(s), by {queue}"
@@ -38,19 +39,29 @@ def explain(layout: Layout, *, name: str, queue: str | None = None) -> str:
         "starts": starts,
         "collectives": layout.process_group_backend,
         "precision": precision_summary(layout).replace(": ", "\n", 1).replace("; ", "\n"),
-        "seed": "none: global generators are not seeded" if config.seed is None else str(config.seed),
+        "seed": "none: global generators are not seeded"
+        if config.seed is None
+        else str(config.seed),
         "timeout": f"{config.timeout.total_seconds():g} s",
         "restarts": str(config.max_restarts),
         "logs": config.logs,
     }
     if layout.world_size > 1:
-        rows["inside"] = "rank 0 logs batches, traffic and memory when training begins, at logging.INFO"
+        rows["inside"] = (
+            "rank 0 logs batches, traffic and memory when training begins, at logging.INFO"
+        )
     # Of several lines, the others are indented below the first.
     texts = (f"  {row:<11}  " + text.replace("\n", f"\n{'':<17}") for row, text in rows.items())
-    return "\n".join([f"{name} would run as", *texts, *(f"  note: {each}" for each in layout.warnings)])
+    return "\n".join(
+        [f"{name} would run as", *texts, *(f"  note: {each}" for each in layout.warnings)]
+    )
 
 
 def precision_summary(layout: Layout) -> str:
     """Return a one-line description of the dtypes that a model computes in."""
     config = layout.config
-    return "fp32" if config.amp is None else config.amp_engine().describe(config.amp, device_type=layout.device_type)
+    return (
+        "fp32"
+        if config.amp is None
+        else config.amp_engine().describe(config.amp, device_type=layout.device_type)
+    )

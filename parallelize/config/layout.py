@@ -18,8 +18,6 @@ from parallelize.config.config import NO_COLLECTIVES, Config, contradictions, na
 from parallelize.config.options import ALL_GPUS, gpus_text
 from parallelize.errors import ConfigError, Fault
 
-__all__ = ["RUN_ID", "Layout", "compute_layout", "place"]
-
 RUN_ID = "parallelize-"  # of a worker, with its process id
 
 _Devices = tuple[tuple[torch.device, ...], ...]  # of each local rank
@@ -55,7 +53,9 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.num_nodes * self.local_world_size if self.world is None else self.world.world_size
+        return (
+            self.num_nodes * self.local_world_size if self.world is None else self.world.world_size
+        )
 
     @property
     def device_type(self) -> str:
@@ -65,7 +65,9 @@ class Layout:
     @property
     def indices(self) -> tuple[int, ...]:
         """Indices of the node's accelerators, each once, in the order of their ranks; empty on the CPU."""
-        flat = (device.index for devices in self.devices for device in devices if device.type != "cpu")
+        flat = (
+            device.index for devices in self.devices for device in devices if device.type != "cpu"
+        )
         return tuple(dict.fromkeys(flat))
 
     @property
@@ -81,12 +83,17 @@ class Layout:
         kind = self.device_type
         if kind not in MASKS:  # no variable hides devices of this type from workers
             return self
-        positions = {torch.device(kind, index): torch.device(kind, new) for new, index in enumerate(self.indices)}
+        positions = {
+            torch.device(kind, index): torch.device(kind, new)
+            for new, index in enumerate(self.indices)
+        }
         devices = tuple(tuple(positions[each] for each in driven) for driven in self.devices)
         gpus = self.config.gpus
         if isinstance(gpus, tuple):
             gpus = tuple(map(self.indices.index, gpus))
-        config = dataclasses.replace(self.config, gpus=gpus, backend=self.config.backend.renumbered(positions))
+        config = dataclasses.replace(
+            self.config, gpus=gpus, backend=self.config.backend.renumbered(positions)
+        )
         return dataclasses.replace(self, config=config, devices=devices)
 
 
@@ -106,10 +113,14 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     if backend.multi_node_fallback and num_nodes > (backend.max_nodes or num_nodes):
         other = backend.multi_node_fallback
         most = f"backend={backend.name!r} runs on at most {backend.max_nodes} node(s)"
-        warnings.append(f"{most}: num_nodes={num_nodes} uses {other!r}. Use backend={other!r} to silence this.")
+        warnings.append(
+            f"{most}: num_nodes={num_nodes} uses {other!r}. Use backend={other!r} to silence this."
+        )
         config = config.changed(backend=other)
     device_type = "cpu" if hardware.count == 0 or config.is_for_cpu else hardware.device_type
-    if config.gpus == ALL_GPUS and config.processes is not None:  # all GPUs, or else these processes
+    if (
+        config.gpus == ALL_GPUS and config.processes is not None
+    ):  # all GPUs, or else these processes
         config = config.changed(**({"gpus": None} if device_type == "cpu" else {"processes": None}))
     indices = _indices(config, hardware, world)
     devices = _devices(config, device_type, indices, world)
@@ -119,7 +130,9 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     size = len(devices) * num_nodes
     if device_type in NO_COLLECTIVES and size > 1:
         why = f"torch has no collectives on {device_type}, so only one process can run there"
-        faults.append(Fault(f"{size} processes on {device_type}", why, "use processes=2 to run on the CPU"))
+        faults.append(
+            Fault(f"{size} processes on {device_type}", why, "use processes=2 to run on the CPU")
+        )
     of_all = size if world is None else world.world_size
     share, rest = divmod(config.logical or of_all, of_all)
     if rest or share & (share - 1):
@@ -135,16 +148,22 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     if faults:
         raise ConfigError.of(faults)
     if config.gpus == ALL_GPUS and device_type == "cpu":
-        warnings.append("gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this.")
+        warnings.append(
+            "gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this."
+        )
     if isinstance(config.gpus, tuple) and len(set(config.gpus)) < len(config.gpus):
-        warnings.append(f"{gpus_text(config.gpus)} names a GPU more than once: useful for tests, but slow.")
+        warnings.append(
+            f"{gpus_text(config.gpus)} names a GPU more than once: useful for tests, but slow."
+        )
     return Layout(config, num_nodes, devices, tuple(warnings), world)
 
 
 def _indices(config: Config, hardware: Hardware, world: World | None) -> Sequence[int]:
     """Return the indices of the node's GPUs, as requested, else as many as a launcher has started processes."""
     gpus, count = config.gpus, hardware.count
-    launched = 0 if world is None or config.backend.process_per == "node" else world.local_world_size
+    launched = (
+        0 if world is None or config.backend.process_per == "node" else world.local_world_size
+    )
     # With srun --gpus-per-task=1, each task sees one GPU, as index 0; the node's other GPUs are hidden.
     sees_only_own = launched > 1 and count == 1
     if config.is_for_cpu:
@@ -156,7 +175,9 @@ def _indices(config: Config, hardware: Hardware, world: World | None) -> Sequenc
     return (0,) * len(gpus) if sees_only_own else gpus
 
 
-def _devices(config: Config, device_type: str, indices: Sequence[int], world: World | None) -> _Devices:
+def _devices(
+    config: Config, device_type: str, indices: Sequence[int], world: World | None
+) -> _Devices:
     backend = config.backend
     if device_type == "cpu":
         is_one = backend.process_per == "node" and backend.devices_per_process is None
@@ -166,7 +187,11 @@ def _devices(config: Config, device_type: str, indices: Sequence[int], world: Wo
     if backend.process_per == "device":
         return tuple((each,) for each in devices)
     names = () if config.gpus is not None else backend.devices or ()
-    named = {torch.device(name) for each in names for name in ([each] if ":" in each else [each, f"{each}:0"])}
+    named = {
+        torch.device(name)
+        for each in names
+        for name in ([each] if ":" in each else [each, f"{each}:0"])
+    }
     devices = tuple(each for each in devices if each in named) or devices
     count = backend.devices_per_process or len(devices) or 1
     if len(devices) % count:
@@ -191,9 +216,13 @@ def _missing_gpus(config: Config, count: int, indices: Sequence[int]) -> Fault |
         )
     what = gpus_text(config.gpus)
     if count == 0:
-        return Fault(what, "this machine has no GPU that torch can use", "use processes=2 to run on the CPU")
+        return Fault(
+            what, "this machine has no GPU that torch can use", "use processes=2 to run on the CPU"
+        )
     why = f"this process sees {count} GPU(s), numbered from 0; the first that is missing: {missing[0]}"
-    return Fault(what, why, f"use gpus={count}, or check CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-node")
+    return Fault(
+        what, why, f"use gpus={count}, or check CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-node"
+    )
 
 
 def _mismatches(config: Config, processes: int, num_nodes: int, world: World) -> Iterator[Fault]:
@@ -205,7 +234,10 @@ def _mismatches(config: Config, processes: int, num_nodes: int, world: World) ->
             f"processes per node: {processes} asked for, {world.local_world_size} started",
             f"{launched_as}, with {world.local_world_size} on this node",
             f"start {processes} per node (Slurm: --ntasks-per-node={processes}), or "
-            + use("" if is_per_node else same, lambda other: is_per_node and other.process_per == "device"),
+            + use(
+                "" if is_per_node else same,
+                lambda other: is_per_node and other.process_per == "device",
+            ),
         )
     if num_nodes != world.num_nodes:
         yield Fault(
@@ -232,7 +264,9 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
             contradict each other.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    if run_id.startswith(RUN_ID) and run_id != f"{RUN_ID}{os.getpid()}":  # inherited from a worker: this is no rank
+    if (
+        run_id.startswith(RUN_ID) and run_id != f"{RUN_ID}{os.getpid()}"
+    ):  # inherited from a worker: this is no rank
         environ = {name: value for name, value in environ.items() if name not in World().env()}
     allocation = current_allocation(environ)
     if allocation is not None and allocation.gpus_on_node is not None:
@@ -243,7 +277,9 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
     except ConfigError as error:
         raise naming_variables(error, environ) from None
     if allocation is not None and allocation.hides_gpus and _warns_for_its_node(layout, hardware):
-        layout = dataclasses.replace(layout, warnings=(*layout.warnings, _hidden_gpus_warning(layout)))
+        layout = dataclasses.replace(
+            layout, warnings=(*layout.warnings, _hidden_gpus_warning(layout))
+        )
     if allocation is None or layout.world is not None or layout.node is not None:
         return layout
     num_nodes = config.num_nodes or allocation.num_nodes
@@ -280,9 +316,15 @@ def _hidden_gpus_warning(layout: Layout) -> str:
 def _place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Layout:
     world = detect(environ)
     if world is None:
-        layout = compute_layout(config.changed(num_nodes=config.num_nodes or number_of_pods(environ)), hardware)
-        return dataclasses.replace(layout, node=detect_node(environ) if layout.num_nodes > 1 else None)
-    is_alone = world.local_world_size == 1 and not environ.get("LOCAL_RANK")  # on its node, and not by torchrun
+        layout = compute_layout(
+            config.changed(num_nodes=config.num_nodes or number_of_pods(environ)), hardware
+        )
+        return dataclasses.replace(
+            layout, node=detect_node(environ) if layout.num_nodes > 1 else None
+        )
+    is_alone = world.local_world_size == 1 and not environ.get(
+        "LOCAL_RANK"
+    )  # on its node, and not by torchrun
     if is_alone and config.num_nodes in (None, world.num_nodes):
         layout = compute_layout(config.changed(num_nodes=world.num_nodes), hardware)
         if layout.local_world_size > 1:

@@ -23,28 +23,6 @@ from parallelize.errors import ConfigError, did_you_mean
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp, Backend, Launcher
 
-__all__ = [
-    "ALL_GPUS",
-    "DTYPES",
-    "DURATION_UNITS_S",
-    "FLAGS",
-    "Gpus",
-    "Options",
-    "amp",
-    "backend_by_device_type",
-    "duration",
-    "flag",
-    "function",
-    "gpus",
-    "gpus_text",
-    "hosts",
-    "integer",
-    "logs",
-    "plugin",
-    "process_group_backend",
-    "timeout",
-]
-
 Gpus = int | tuple[int, ...] | None
 """The GPUs of each node: how many, from index 0 on, or indices as this process sees them, or all; None: not given."""
 ALL_GPUS = -1
@@ -119,7 +97,9 @@ def gpus(name: str, value: Any) -> Gpus:
     meaning = ALL_GPUS if isinstance(value, str) and value == "auto" else _number(value)
     if type(meaning) is int and ALL_GPUS <= meaning <= _MAX_GPUS:
         return meaning
-    if isinstance(meaning, (list, tuple, range)) and all(type(each) is int and each >= 0 for each in meaning):
+    if isinstance(meaning, (list, tuple, range)) and all(
+        type(each) is int and each >= 0 for each in meaning
+    ):
         return tuple(meaning) or 0
     raise _invalid(
         name,
@@ -131,7 +111,11 @@ def gpus(name: str, value: Any) -> Gpus:
 
 def gpus_text(gpus: Gpus) -> str:
     """Return the parsed option as the user writes it: "gpus=4", "gpus=[0, 2]", "gpus='auto'"."""
-    return "gpus='auto'" if gpus == ALL_GPUS else f"gpus={list(gpus) if isinstance(gpus, tuple) else gpus}"
+    return (
+        "gpus='auto'"
+        if gpus == ALL_GPUS
+        else f"gpus={list(gpus) if isinstance(gpus, tuple) else gpus}"
+    )
 
 
 _AMPS: Mapping[str, Amp | None] = {
@@ -149,7 +133,10 @@ _AMP_FIELDS: Mapping[str, tuple[str, Sequence[object]]] = {
     "growth_factor": ("a power of two above 1", _POWERS[127:]),
     "backoff_factor": ("a power of two between 0 and 1", _POWERS[:126]),
     "outputs": ("'fp32' or 'as computed'", ("fp32", "as computed")),
-    "communication_dtype": ("torch.bfloat16, torch.float16 or torch.float32", (*_HALVES, torch.float32)),
+    "communication_dtype": (
+        "torch.bfloat16, torch.float16 or torch.float32",
+        (*_HALVES, torch.float32),
+    ),
 }
 
 
@@ -164,7 +151,11 @@ def amp(name: str, value: Any) -> Amp | None:
         fix = f"use True, an Amp(...), or a name; {did_you_mean(str(value), [*LEVELS, *DTYPES])}"
         raise _invalid(name, value, "it names neither a level nor a half-precision type", fix)
     fields = vars(value)
-    wrong = {field: rule for field, (rule, valid) in _AMP_FIELDS.items() if not _is_among(fields[field], valid)}
+    wrong = {
+        field: rule
+        for field, (rule, valid) in _AMP_FIELDS.items()
+        if not _is_among(fields[field], valid)
+    }
     if type(value.growth_interval) is not int or value.growth_interval < 1:
         wrong["growth_interval"] = "at least 1 step"
     if wrong:
@@ -183,7 +174,9 @@ def _is_among(value: object, valid: Sequence[object]) -> bool:
 def duration(value: object) -> timedelta | None:
     """Return the duration of a text such as "10min", "90 s", "1.5h" or "2d"; None: it is not one."""
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    return None if match is None else timedelta(seconds=float(match[1]) * DURATION_UNITS_S[match[2]])
+    return (
+        None if match is None else timedelta(seconds=float(match[1]) * DURATION_UNITS_S[match[2]])
+    )
 
 
 def timeout(name: str, value: Any) -> timedelta:
@@ -208,14 +201,21 @@ def hosts(name: str, value: Any) -> tuple[str, ...]:
     is_list = isinstance(found, (list, tuple)) and len(found) > 0
     if is_list and all(isinstance(each, str) and each.strip() for each in found):
         return tuple(each.strip() for each in found)
-    raise _invalid(name, value, "it does not name hosts", "use hosts=['gpu1', 'gpu2'] or hosts=['gpu1:8', 'gpu2:8']")
+    raise _invalid(
+        name,
+        value,
+        "it does not name hosts",
+        "use hosts=['gpu1', 'gpu2'] or hosts=['gpu1:8', 'gpu2:8']",
+    )
 
 
 def logs(name: str, value: Any) -> str:
     """Parse "rank0", "all" or the path of a directory."""
     if isinstance(value, (str, os.PathLike)) and str(value):
         return str(value)
-    raise _invalid(name, value, "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory")
+    raise _invalid(
+        name, value, "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory"
+    )
 
 
 def process_group_backend(name: str, value: Any) -> str:
@@ -223,7 +223,9 @@ def process_group_backend(name: str, value: Any) -> str:
     text, known = str(value), {*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
     named = {text}
     if ":" in text:
-        with contextlib.suppress(ValueError):  # of torch: a pair without device, or two pairs of one device
+        with contextlib.suppress(
+            ValueError
+        ):  # of torch: a pair without device, or two pairs of one device
             named = {*backend_by_device_type(text).values()}
     if isinstance(value, str) and named <= known:
         return value

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from parallelize.call.logs import LogSettings
+from parallelize.call.outcome import Outcome
 from parallelize.call.random_states import RandomStates
-from parallelize.call.settings import LogSettings, Settings
-from parallelize.call.task import Outcome, Task
+from parallelize.call.settings import Settings
+from parallelize.call.task import Task
 from parallelize.call.tracebacks import folded_traceback
 from parallelize.cluster.call_folders import call_folder
 from parallelize.cluster.devices import Hardware, probe
@@ -25,8 +27,6 @@ from parallelize.config.options import ALL_GPUS, gpus_text
 from parallelize.errors import ConfigError
 from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
-
-__all__ = ["BatchJob", "BatchLauncher", "NodeCall", "outcomes_of"]
 
 R = TypeVar("R")
 
@@ -60,7 +60,9 @@ class NodeCall:
             random_states = RandomStates.capture(task.layout.devices[0])
             return cls(path.read_bytes(), Settings.capture(), random_states, LogSettings.capture())
 
-    def run(self, node: Node, send: Callable[[str], object] | None = None, *, key: str = "") -> bytes:
+    def run(
+        self, node: Node, send: Callable[[str], object] | None = None, *, key: str = ""
+    ) -> bytes:
         """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads.
 
         Args:
@@ -162,7 +164,9 @@ class BatchLauncher(Launcher):
         return compute_layout(config, Hardware("cuda", gpus) if gpus else Hardware())
 
     @abc.abstractmethod
-    def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Any]:
+    def submit(
+        self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]
+    ) -> list[Any]:
         """Submit calls of one function with one layout; return one job per call, in the same order.
 
         A job has `id`, `state`, `done()`, `cancel()` and `result()`; one of Slurm has `logs()`, too.

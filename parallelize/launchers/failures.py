@@ -6,21 +6,24 @@ import re
 import signal
 from collections.abc import Sequence
 
-from parallelize.call.task import Outcome, error_text, format_error
+from parallelize.call.outcome import Outcome, error_text, format_error
 from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
 from parallelize.hang_detection.stack_frames import call_site_in
 
-__all__ = ["caller_exception", "ended", "is_cause", "was_stopped"]
-
 # Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain RuntimeErrors.
-_PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
+_PEER_LOST = re.compile(
+    r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE
+)
 # gloo's message before it aborts the process; faulthandler then prints each thread's stack, the main thread's last.
-_GLOO_SIZE_MISMATCH = re.compile(r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL)
+_GLOO_SIZE_MISMATCH = re.compile(
+    r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL
+)
 _STACK_HEADER = "(most recent call first):"
 # What faulthandler prints: the signal, the stacks of threads, and all extension modules. The main thread's is the last;
 # the one that has failed is "Current", unless it is of a library, without Python.
 _FATAL = re.compile(
-    r"^(Fatal Python error: .*\n)(?s:.*?(?=^Current)|.*(?=^Thread))(.*\n(?:  .*\n){,12})(?s:.*)", re.MULTILINE
+    r"^(Fatal Python error: .*\n)(?s:.*?(?=^Current)|.*(?=^Thread))(.*\n(?:  .*\n){,12})(?s:.*)",
+    re.MULTILINE,
 )
 _TAIL_LINES = 20
 _FIX_BY_SIGNAL = {
@@ -34,7 +37,9 @@ _FIX_BY_SIGNAL = {
 }
 
 
-def ended(rank: int, host: str, pid: int, exitcode: int, *, seen_at: float, output: tuple[str, str]) -> Outcome:
+def ended(
+    rank: int, host: str, pid: int, exitcode: int, *, seen_at: float, output: tuple[str, str]
+) -> Outcome:
     """Return the outcome of a worker process that has ended without writing one; it has no traceback.
 
     Args:
@@ -72,7 +77,9 @@ def caller_exception(
         world_size: number of ranks.
         earlier: the exceptions of the previous attempts.
     """
-    failed = sorted((each for each in outcomes if each.error is not None), key=lambda each: each.failed_at)
+    failed = sorted(
+        (each for each in outcomes if each.error is not None), key=lambda each: each.failed_at
+    )
     cause = next(filter(is_cause, failed), failed[0])
     error, notes = _error_of(cause, world_size)
     by_rank = {each.rank: each for each in outcomes}
@@ -80,7 +87,10 @@ def caller_exception(
     names_lines = isinstance(error, SyncError) and not cause.traceback
     texts = {rank: _describe_rank(by_rank.get(rank), names_lines=names_lines) for rank in others}
     notes.append(f"the others: {_group_ranks(texts)}" if texts else "no other rank exists")
-    notes += (f"attempt {attempt} had failed with {_one_line(before)}" for attempt, before in enumerate(earlier))
+    notes += (
+        f"attempt {attempt} had failed with {_one_line(before)}"
+        for attempt, before in enumerate(earlier)
+    )
     for note in notes:
         add_note(error, note)
     if isinstance(error, WorkerError):
@@ -111,7 +121,9 @@ def _error_of(outcome: Outcome, world_size: int) -> tuple[BaseException, list[st
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         exitcode = -signal.SIGTERM if was_stopped(outcome) else code
-        error = _worker_error(outcome.rank, outcome.host, exitcode, why=f"SystemExit({error.code!r})")
+        error = _worker_error(
+            outcome.rank, outcome.host, exitcode, why=f"SystemExit({error.code!r})"
+        )
     if not outcome.traceback:
         return error, []
     where = f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised it:"
@@ -121,7 +133,9 @@ def _error_of(outcome: Outcome, world_size: int) -> tuple[BaseException, list[st
 
 def _worker_error(rank: int, host: str, exitcode: int, *, why: str) -> WorkerError:
     name = _signal_name(exitcode)
-    fix = _FIX_BY_SIGNAL.get(name or "", "raise an exception instead, so that its reason can be shown here")
+    fix = _FIX_BY_SIGNAL.get(
+        name or "", "raise an exception instead, so that its reason can be shown here"
+    )
     error = WorkerError(f"rank {rank} on {host} {_describe_exit(exitcode)}", why=why, fix=fix)
     error.exitcode, error.signal_name = exitcode, name
     return error

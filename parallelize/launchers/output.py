@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from parallelize.call.settings import handle_records
-
-__all__ = ["OutputTail", "RecordTail", "forwarded", "open_standard_streams", "rank_file", "read_output"]
+from parallelize.call.logs import handle_records
 
 _POLL_EVERY_S = 0.03
 _END_BYTES = 64 << 10
@@ -81,7 +79,9 @@ class OutputTail:
             return
         self._offset += len(new)
         text = self._pending + self._decoder.decode(new, final=is_last)
-        end = len(text) if is_last or not self.prefix else max(text.rfind("\n"), text.rfind("\r")) + 1
+        end = (
+            len(text) if is_last or not self.prefix else max(text.rfind("\n"), text.rfind("\r")) + 1
+        )
         self._pending = text[end:]
         self._write(text[:end])
 
@@ -93,7 +93,9 @@ class OutputTail:
         if not text or self.to is None:
             return
         encoding = getattr(self.to, "encoding", None) or "utf-8"
-        with contextlib.suppress(Exception):  # the stream may be closed or lack methods; the file keeps the text
+        with contextlib.suppress(
+            Exception
+        ):  # the stream may be closed or lack methods; the file keeps the text
             self.to.write(text.encode(encoding, errors="replace").decode(encoding))
             self.to.flush()
 
@@ -109,7 +111,9 @@ class RecordTail(OutputTail):
     at_least: int = 0
 
     def _write(self, text: str) -> None:
-        handle_records(text, prefix="" if self.prefix == "[rank 0] " else self.prefix, at_least=self.at_least)
+        handle_records(
+            text, prefix="" if self.prefix == "[rank 0] " else self.prefix, at_least=self.at_least
+        )
 
 
 @contextlib.contextmanager
@@ -123,7 +127,9 @@ def forwarded(tails: Sequence[OutputTail]) -> Iterator[None]:
                 tail.forward(is_last=False)
 
     context = contextvars.copy_context()  # which the caller's filters of log records may read
-    thread = threading.Thread(target=context.run, args=[forward_new], name="parallelize-output", daemon=True)
+    thread = threading.Thread(
+        target=context.run, args=[forward_new], name="parallelize-output", daemon=True
+    )
     thread.start()
     try:
         yield

@@ -18,14 +18,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from parallelize.call.task import Outcome, Task
+from parallelize.call.outcome import Outcome
+from parallelize.call.task import Task
 from parallelize.cluster.store import listen
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError, MissingDependencyError, WorkerError
 from parallelize.launchers.batch_launcher import BatchJob, BatchLauncher, NodeCall, outcomes_of
-from parallelize.plugins.options import Parse, choice, count, invalid, number, text, texts_by_name, variables
-
-__all__ = ["RayLauncher"]
+from parallelize.plugins.options import (
+    Parse,
+    choice,
+    count,
+    invalid,
+    number,
+    text,
+    texts_by_name,
+    variables,
+)
 
 _POLL_EVERY_S = 0.1
 _STOP_TIMEOUT_S = 10.0  # for the actors of the other nodes, after the first one has returned
@@ -84,7 +92,9 @@ class RayLauncher(BatchLauncher):
         finally:
             job.cancel()
 
-    def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Any]:
+    def submit(
+        self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]
+    ) -> list[Any]:
         """Submit the calls; each waits in Ray's queue until the cluster has the resources."""
         del environ  # as in launch
         if at_most is not None and at_most < len(tasks):
@@ -110,7 +120,12 @@ class _RayJob(BatchJob[Any]):
 
     def __init__(self, task: Task, launcher: RayLauncher, *, shows: bool = False) -> None:
         super().__init__(f"{task.name}-{secrets.token_hex(3)}", all_ranks=task.all_ranks)
-        self.state, self._layout, self._launcher, self._shows = "PENDING", task.layout, launcher, shows
+        self.state, self._layout, self._launcher, self._shows = (
+            "PENDING",
+            task.layout,
+            launcher,
+            shows,
+        )
         self._ray = _connected(launcher.address)
         self._call = NodeCall.of(task)
         self._found: list[Outcome] | BaseException = []
@@ -130,7 +145,9 @@ class _RayJob(BatchJob[Any]):
     def _wait(self, timeout_s: float | None) -> list[Outcome]:
         self._thread.join(timeout_s)
         if not self.done():
-            raise TimeoutError(f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}")
+            raise TimeoutError(
+                f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}"
+            )
         if isinstance(self._found, BaseException):
             raise self._found
         return self._found
@@ -147,7 +164,13 @@ class _RayJob(BatchJob[Any]):
                     _log.warning("restart %d of %d after LaunchError: %s", restart, most, error)
                     continue
             break
-        self._show("COMPLETED" if isinstance(self._found, list) else "CANCELLED" if self._is_cancelled else "FAILED")
+        self._show(
+            "COMPLETED"
+            if isinstance(self._found, list)
+            else "CANCELLED"
+            if self._is_cancelled
+            else "FAILED"
+        )
 
     def _attempt(self) -> list[Outcome]:
         """Run the call on actors of its own; return the outcomes, or raise what has ended it."""
@@ -170,11 +193,16 @@ class _RayJob(BatchJob[Any]):
             resources=dict(launcher.resources),
             runtime_env={**launcher.runtime_env, "env_vars": variables},
         )(_NodeActor)
-        actors = [kind.options(scheduling_strategy=place(group, node)).remote() for node in range(layout.num_nodes)]
+        actors = [
+            kind.options(scheduling_strategy=place(group, node)).remote()
+            for node in range(layout.num_nodes)
+        ]
         try:
             address = actors[0].rendezvous.remote()
             key = secrets.token_hex(16)
-            runs = [each.run.remote(self._call, address, node, key) for node, each in enumerate(actors)]
+            runs = [
+                each.run.remote(self._call, address, node, key) for node, each in enumerate(actors)
+            ]
             while not ray.wait(runs, timeout=_POLL_EVERY_S)[0]:
                 if self._is_cancelled:
                     what = f"job {self.id} was cancelled and left no result"
@@ -182,7 +210,9 @@ class _RayJob(BatchJob[Any]):
                 if ray.wait([address], timeout=0)[0]:
                     self._show("RUNNING")
             ended, _ = ray.wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
-            result: bytes = ray.get(ended)[0]  # of all nodes it is the same, but one that is gone has none
+            result: bytes = ray.get(ended)[
+                0
+            ]  # of all nodes it is the same, but one that is gone has none
         except ray.exceptions.RayError as error:
             raise LaunchError(
                 f"a node of job {self.id} is gone",
@@ -224,7 +254,9 @@ def _connected(address: str | None) -> Any:
         import ray.util.scheduling_strategies
     except ImportError as exc:
         raise MissingDependencyError(
-            "ray is not installed", why="launcher='ray' runs calls on Ray", fix="pip install 'parallelize[ray]'"
+            "ray is not installed",
+            why="launcher='ray' runs calls on Ray",
+            fix="pip install 'parallelize[ray]'",
         ) from exc
     try:
         if not ray.is_initialized():

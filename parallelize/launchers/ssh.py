@@ -34,10 +34,11 @@ from typing import IO, Any, ClassVar
 
 import torch
 
+from parallelize.call.logs import handle_records
+from parallelize.call.outcome import Outcome
 from parallelize.call.pickling import pickled_by_value
 from parallelize.call.reachable import is_user_code
-from parallelize.call.settings import handle_records
-from parallelize.call.task import Outcome, Task
+from parallelize.call.task import Task
 from parallelize.cluster.store import listen
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
@@ -49,8 +50,6 @@ from parallelize.launchers.stop_signals import StopSignals
 from parallelize.plugins.options import Parse, command, path, variables
 from parallelize.version import __version__
 
-__all__ = ["SSHLauncher"]
-
 _HOST = re.compile(r"(?P<name>[^:\s]+)(?::(?P<gpus>\d+))?")
 # No passwords are asked for. A connection that is lost ends within 4 s.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=1", "ServerAliveCountMax=3")
@@ -60,7 +59,9 @@ _START = (
     "os.execv(sys.executable, [sys.executable, '-m', 'parallelize.launchers.ssh'])"
 )
 _BEAT_EVERY_S = 1.0
-_LOST_AFTER_S = 60.0  # without a beat; a caller that is stopped for less, such as a laptop's, continues
+_LOST_AFTER_S = (
+    60.0  # without a beat; a caller that is stopped for less, such as a laptop's, continues
+)
 _LEAVE_GRACE_S = 10.0  # for the other agents, after the first outcome
 _END_TIMEOUT_S = 30.0  # for the workers of an agent, after its connection has ended
 
@@ -111,15 +112,23 @@ class SSHLauncher(BatchLauncher):
             )
         if config.num_nodes not in (None, len(found)):
             raise ConfigError(
-                f"num_nodes={config.num_nodes} with {len(found)} hosts", why="a host is a node", fix="drop num_nodes="
+                f"num_nodes={config.num_nodes} with {len(found)} hosts",
+                why="a host is a node",
+                fix="drop num_nodes=",
             )
         config = config.changed(num_nodes=len(found))
         return super().plan(config.changed(gpus=number) if (number := gpus.pop()) else config)
 
-    def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Any]:
+    def submit(
+        self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]
+    ) -> list[Any]:
         """Raise ConfigError: hosts have no queue."""
         del tasks, at_most, environ
-        raise ConfigError("a job with hosts=", why="hosts have no queue", fix="call the function, or use a scheduler")
+        raise ConfigError(
+            "a job with hosts=",
+            why="hosts have no queue",
+            fix="call the function, or use a scheduler",
+        )
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
         """Make the call on the hosts, show its output, and return the outcomes.
@@ -198,8 +207,14 @@ class _Host:
             ConfigError: versions differ.
             LaunchError: the host cannot be reached.
         """
-        own = {each.partition(".")[0] for each, module in sys.modules.items() if is_user_code(each) and module.__spec__}
-        own = {each for each in own & sys.modules.keys() if "remote_module_" not in each}  # torch writes it
+        own = {
+            each.partition(".")[0]
+            for each, module in sys.modules.items()
+            if is_user_code(each) and module.__spec__
+        }
+        own = {
+            each for each in own & sys.modules.keys() if "remote_module_" not in each
+        }  # torch writes it
         self.tell((str(Path.cwd()), sys.path, own))
         versions, self.address, lacking = self.hear()
         for name, ours in _versions().items():
@@ -210,7 +225,9 @@ class _Host:
                     fix="install the same versions, or name another interpreter: SSHLauncher(python='/path/of/python')",
                 )
         if lacking:
-            _log.info("sent to host %s, which lacks them: %s", self.name, ", ".join(sorted(lacking)))
+            _log.info(
+                "sent to host %s, which lacks them: %s", self.name, ", ".join(sorted(lacking))
+            )
         return set(lacking)
 
 
@@ -225,9 +242,13 @@ def _connected(name: str, launcher: SSHLauncher) -> Iterator[_Host]:
     with tempfile.TemporaryFile() as words, own, given:
         try:
             # A session of its own: it gets no Ctrl-C from the terminal.
-            process = subprocess.Popen(command, stdin=number, stdout=number, stderr=words, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdin=number, stdout=number, stderr=words, start_new_session=True
+            )
         except OSError as exc:
-            raise LaunchError(f"no {command[0]}", why=str(exc), fix="install OpenSSH's client") from None
+            raise LaunchError(
+                f"no {command[0]}", why=str(exc), fix="install OpenSSH's client"
+            ) from None
         given.close()
         with contextlib.suppress(OSError):  # if ssh has ended already, `hear` finds that
             own.sendall(json.dumps(dict(launcher.env)).encode() + b"\n")
@@ -280,7 +301,11 @@ class _Stream(io.TextIOBase):
 
 def _versions() -> dict[str, str]:
     python = "{}.{}".format(*sys.version_info)
-    return {"Python": python, "torch": torch.__version__.partition("+")[0], "parallelize": __version__}
+    return {
+        "Python": python,
+        "torch": torch.__version__.partition("+")[0],
+        "parallelize": __version__,
+    }
 
 
 def _address() -> tuple[str, int]:
@@ -312,7 +337,13 @@ def _serve() -> None:
     with contextlib.suppress(OSError):
         os.chdir(folder)
     sys.path += [each for each in path if each not in sys.path]
-    replies.send((_versions(), _address(), {each for each in modules - sys.modules.keys() if find_spec(each) is None}))
+    replies.send(
+        (
+            _versions(),
+            _address(),
+            {each for each in modules - sys.modules.keys() if find_spec(each) is None},
+        )
+    )
     call, node, key = commands.recv()
     os.environ["PARALLELIZE_KEY"] = key
     sys.stdout, sys.stderr = (_Stream(name, replies, lock) for name in ("stdout", "stderr"))

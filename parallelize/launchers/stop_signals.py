@@ -11,8 +11,6 @@ from typing import Any
 
 from parallelize.errors import LaunchError
 
-__all__ = ["StopRequested", "StopSignals"]
-
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -47,7 +45,9 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._callers_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
             for number, handler in self._callers_handlers.items():
-                signal.signal(number, handler if handler == signal.SIG_IGN else self.stop)  # SIG_IGN: by nohup
+                signal.signal(
+                    number, handler if handler == signal.SIG_IGN else self.stop
+                )  # SIG_IGN: by nohup
         try:
             yield self
             if self.is_interrupted:
@@ -69,7 +69,9 @@ class StopSignals:
             self.interrupt()
             return
         for each in self._callers_handlers:
-            signal.signal(each, signal.SIG_IGN)  # ignore further signals while the workers are ended
+            signal.signal(
+                each, signal.SIG_IGN
+            )  # ignore further signals while the workers are ended
         raise StopRequested
 
     def _deliver(self, number: int) -> None:

@@ -159,7 +159,11 @@ class Inner(nn.Module):
         """Call the method named by `method`."""
         model: Any = self._modules["model"]  # not self.model: nn.Module.__getattr__ is slow
         is_replica = "_is_replica" in model.__dict__
-        call = self.bind_method(self.method, model) if is_replica else self.original_methods[self.method]
+        call = (
+            self.bind_method(self.method, model)
+            if is_replica
+            else self.original_methods[self.method]
+        )
         return self.session.forward(call, *args, **kwargs)
 
     def bind_method(self, method: str, model: Any) -> Callable[..., Any]:
@@ -169,7 +173,9 @@ class Inner(nn.Module):
             # DataParallel and copy.copy have copied the routed methods, which the block has set on the instance.
             for name in self.original_methods:
                 model.__dict__.pop(name, None)
-        return types.MethodType(original.__func__, model) if inspect.ismethod(original) else original
+        return (
+            types.MethodType(original.__func__, model) if inspect.ismethod(original) else original
+        )
 
     @property
     def is_replicable(self) -> bool:

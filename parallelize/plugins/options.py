@@ -25,26 +25,6 @@ import torch
 
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
-__all__ = [
-    "Parse",
-    "bytes_of_device",
-    "choice",
-    "command",
-    "count",
-    "device_names",
-    "either",
-    "flag",
-    "instance_of",
-    "invalid",
-    "number",
-    "parse_options",
-    "path",
-    "text",
-    "texts",
-    "texts_by_name",
-    "variables",
-]
-
 Parse = Callable[[str, Any], Any]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -215,7 +195,9 @@ def variables(name: str, value: Any) -> dict[str, str]:
     if isinstance(value, Mapping) and all(_is_variable(*item) for item in value.items()):
         return {str(variable): str(content) for variable, content in value.items()}
     why = "it must map names of variables to texts"
-    raise invalid(name, value, why, f"use {name}={{'NCCL_DEBUG': 'INFO'}}; a number is a text, too: '1'")
+    raise invalid(
+        name, value, why, f"use {name}={{'NCCL_DEBUG': 'INFO'}}; a number is a text, too: '1'"
+    )
 
 
 def _is_variable(variable: object, content: object) -> bool:
@@ -247,7 +229,9 @@ def device_names(name: str, value: Any) -> tuple[str, ...]:
             return tuple(_device_name(device) for device in devices)
     except (RuntimeError, TypeError):  # torch knows no such device
         pass
-    raise invalid(name, value, "it does not name devices of torch", f"use {name}=('cuda:0', 'cuda:1')")
+    raise invalid(
+        name, value, "it does not name devices of torch", f"use {name}=('cuda:0', 'cuda:1')"
+    )
 
 
 def _device_name(device: Any) -> str:

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Launcher, Precision
 
-__all__ = ["BUILTIN", "Kind", "find", "names"]
-
 Kind = Literal["backends", "launchers", "precision"]
 
 BUILTIN: Mapping[Kind, Mapping[str, str]] = {
@@ -23,16 +21,20 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = {
         "fsdp": "fsdp.plugin:FSDPBackend",
     },
     "launchers": {
-        "local": "local.plugin:LocalLauncher",
+        "local": "local.launcher:LocalLauncher",
         "ray": "ray:RayLauncher",
-        "slurm": "slurm.plugin:SlurmLauncher",
+        "slurm": "slurm.launcher:SlurmLauncher",
         "ssh": "ssh:SSHLauncher",
     },
     "precision": {"apex": "apex:ApexPrecision", "native": "native:NativePrecision"},
 }
 """Kind, which is a folder of this package -> name of a plug-in -> its module and class."""
 
-_BASE_CLASSES: dict[Kind, type] = {"backends": Backend, "launchers": Launcher, "precision": Precision}
+_BASE_CLASSES: dict[Kind, type] = {
+    "backends": Backend,
+    "launchers": Launcher,
+    "precision": Precision,
+}
 
 
 def names(kind: Kind) -> tuple[str, ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from parallelize.agreement.gather import broadcast_object, gather_objects
+from parallelize.call.outcome import Outcome
 from parallelize.call.random_states import restoring_caller
-from parallelize.call.task import Outcome, Task
+from parallelize.call.task import Task
 from parallelize.cluster.world import World
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.context import current
 from parallelize.worker.main import active_run, call_function
-
-__all__ = ["gather_values", "run_as_rank", "run_in_this_process"]
 
 _RETURN = "the return of its value"
 """What a rank waits for at its end, as reports of hangs name it."""
@@ -47,6 +46,9 @@ def _unpickled(content: bytes) -> Any:
 
 def run_in_this_process(task: Task) -> Any:
     """Run a single-device task in the calling process, so that debuggers and profilers work."""
-    with restoring_caller(task.layout.config, task.layout.devices[0]), active_run(task.layout, World()):
+    with (
+        restoring_caller(task.layout.config, task.layout.devices[0]),
+        active_run(task.layout, World()),
+    ):
         value = call_function(task)
     return [value] if task.all_ranks else value

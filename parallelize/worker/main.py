@@ -31,11 +31,13 @@ import torch
 from torch import nn
 
 from parallelize.agreement.unsynced_training import warn_if_unsynced
+from parallelize.call.logs import LogSettings, append_line, without_log_files
+from parallelize.call.outcome import Outcome
 from parallelize.call.pickling import pickle_main_by_value, populate_main
 from parallelize.call.random_states import RandomStates, advances_caller
 from parallelize.call.returned import Changes
-from parallelize.call.settings import LogSettings, Settings, append_line, without_log_files
-from parallelize.call.task import Outcome, Task
+from parallelize.call.settings import Settings, absolute_search_path
+from parallelize.call.task import Task
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.store import STORE_FILE
 from parallelize.cluster.world import World
@@ -48,20 +50,8 @@ from parallelize.run.generators import seed_generators
 from parallelize.run.rendezvous import Rendezvous
 from parallelize.run.surroundings import loading_task, surroundings
 from parallelize.torch_patches.process_groups import replace_group_functions
-from parallelize.worker.debugger import debug_with_caller, inspect_error
+from parallelize.worker.keyboard import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
-
-__all__ = [
-    "LEAVE_GRACE_S",
-    "WorkerSetup",
-    "active_run",
-    "call_function",
-    "outcome_paths",
-    "refuse_during_task_load",
-    "run",
-    "task_path",
-    "unbuffer_output",
-]
 
 _log = logging.getLogger("parallelize")
 
@@ -109,12 +99,16 @@ class WorkerSetup:
     def capture(cls, layout: Layout, *, folder: str, environ: Mapping[str, str]) -> WorkerSetup:
         """Return the setup of a call's workers, with the settings of this process."""
         devices = tuple(driven[0] for driven in layout.renumbered().devices)
-        start_method = multiprocessing.get_start_method(allow_none=True) or "fork"  # which keeps __main__
+        start_method = (
+            multiprocessing.get_start_method(allow_none=True) or "fork"
+        )  # which keeps __main__
         sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
-        logs, settings, authkey = LogSettings.capture(), Settings.capture(), multiprocessing.current_process().authkey
+        logs, settings, authkey = (
+            LogSettings.capture(),
+            Settings.capture(),
+            multiprocessing.current_process().authkey,
+        )
         random_states = RandomStates.capture(layout.devices[0])
-        # Not a name for a hook of the import, as of a namespace package that is installed editable.
-        path = [str(Path(each).resolve()) if os.path.exists(each or ".") else each for each in sys.path]  # noqa: PTH110 - raises nothing
         key = secrets.token_bytes(32)
         return cls(
             folder=folder,
@@ -125,7 +119,7 @@ class WorkerSetup:
             settings=settings,
             random_states=random_states,
             sources=sources,
-            path=path,
+            path=absolute_search_path(),
             argv=sys.argv,
             authkey=bytes(authkey),
             key=key,
@@ -176,13 +170,19 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
         with replace_group_functions():  # before the task's modules import them by name
             with without_log_files(), loading_task():
                 task = Task.read(task_path(folder), device=setup.devices[world.local_rank])
-            send = functools.partial(append_line, Path(files[1]).with_suffix(".log")) if files else None
+            send = (
+                functools.partial(append_line, Path(files[1]).with_suffix(".log"))
+                if files
+                else None
+            )
             setup.logs.apply(send)
             if task.not_set and world.is_main:
                 text = f"not sent to the workers: {', '.join(task.not_set)}; set it in the function"
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
             # A scheduler that was pickled has lost its mark on optimizer.step, and would warn about that.
-            warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
+            warnings.filterwarnings(
+                "ignore", "Seems like `optimizer.step\\(\\)` has been overridden"
+            )
             populate_main(task.function)
             pickle_main_by_value(folder)
             _perform(task, world, shutdown, setup)
@@ -197,7 +197,11 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
 
 def _leave_threads() -> None:
     """End a process that waits for threads which the function has left; the caller logs the last line of stderr."""
-    left = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    left = [
+        each
+        for each in threading.enumerate()
+        if not each.daemon and each is not threading.main_thread()
+    ]
     frames: Mapping[Any, Any] = sys._current_frames()  # a thread may have ended just now
     pairs = [(each.name, frames[each.ident]) for each in left if each.ident in frames]
     lines = [f"{name} at {call_site([*traceback.walk_stack(frame)])}" for name, frame in pairs]
@@ -224,18 +228,26 @@ def refuse_during_task_load(name: str) -> None:
 
 
 def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSetup) -> None:
-    changes = Changes(task.stateful, task.data) if world.is_main and task.layout.config.update_modules else None
+    changes = (
+        Changes(task.stateful, task.data)
+        if world.is_main and task.layout.config.update_modules
+        else None
+    )
     seen_folder = Path(setup.folder) if task.layout.num_nodes == 1 else None
     watchdog = Watchdog(has_debugger=setup.has_keyboard, seen_folder=seen_folder)
     watchdog.on_hang = shutdown.terminate
     rendezvous = setup.rendezvous(world.rank)
-    with active_run(task.layout.renumbered(), world, rendezvous=rendezvous, watchdog=watchdog) as runtime:
+    with active_run(
+        task.layout.renumbered(), world, rendezvous=rendezvous, watchdog=watchdog
+    ) as runtime:
         setup.settings.apply_default_device()
         if runtime.config.seed is None:
             setup.random_states.begin(runtime.devices)  # imported modules may have drawn numbers
         try:
             has_accelerator = runtime.device.type != "cpu"
-            stop = StopHandler(rendezvous.store or world.master_port, has_accelerator=has_accelerator)
+            stop = StopHandler(
+                rendezvous.store or world.master_port, has_accelerator=has_accelerator
+            )
             value = _call(task, stop)
             shutdown.end_if_forked()
             for device in (each for each in runtime.devices if each.type != "cpu"):
@@ -247,7 +259,10 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             found = changes.found() if changes else {}
             if not task.all_ranks and runtime.loaders.has_evaluated and type(value) in (int, float):
                 found["evaluated"] = repr(value)
-            _write(Outcome.returned(world, returned, random_states=random_states, **found), shutdown.path)
+            _write(
+                Outcome.returned(world, returned, random_states=random_states, **found),
+                shutdown.path,
+            )
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.exit is not None:  # the group may be interrupted
                 os._exit(0)
@@ -296,16 +311,25 @@ def call_function(task: Task) -> Any:
             return task.function(*task.args, **task.kwargs)
         except AttributeError as error:
             if error.name == "module" and isinstance(error.obj, nn.Module):
-                add_note(error, "a model in parallel_model is not wrapped: write model instead of model.module")
+                add_note(
+                    error,
+                    "a model in parallel_model is not wrapped: write model instead of model.module",
+                )
             raise
 
 
 @contextlib.contextmanager
 def active_run(
-    layout: Layout, world: World, *, rendezvous: Rendezvous | None = None, watchdog: Watchdog | None = None
+    layout: Layout,
+    world: World,
+    *,
+    rendezvous: Rendezvous | None = None,
+    watchdog: Watchdog | None = None,
 ) -> Iterator[Runtime]:
     """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
-    run = Runtime(world, layout, rendezvous=rendezvous or Rendezvous(), watchdog=watchdog or Watchdog())
+    run = Runtime(
+        world, layout, rendezvous=rendezvous or Rendezvous(), watchdog=watchdog or Watchdog()
+    )
     with activate(run) as runtime, warn_if_unsynced(runtime.state):
         if layout.config.seed is not None:
             seed_generators(layout.config.seed)
@@ -317,14 +341,20 @@ def _set_up_process(setup: WorkerSetup, world: World) -> None:
     sys.path[:], sys.argv[:] = setup.path, setup.argv
     multiprocessing.current_process().authkey = setup.authkey
     os.environ.clear()
-    os.environ.update({**setup.environ, **world.env(), "TORCHELASTIC_RUN_ID": f"{RUN_ID}{os.getpid()}"})
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": the first is the outer level
+    os.environ.update(
+        {**setup.environ, **world.env(), "TORCHELASTIC_RUN_ID": f"{RUN_ID}{os.getpid()}"}
+    )
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[
+        0
+    ]  # "4,2": the first is the outer level
     if threads.isdigit() and int(threads) > 0:  # loaded libraries have read the fork server's value
         torch.set_num_threads(int(threads))
     stop_signals = (signal.SIGUSR1, signal.SIGUSR2)
     for number in stop_signals if STOP_FILE_VARIABLE in os.environ else ():
         signal.signal(number, signal.SIG_IGN)  # the cluster may send them to this process, too
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *stop_signals))  # blocked while this process started
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, (signal.SIGINT, *stop_signals)
+    )  # blocked while this process started
     multiprocessing.set_start_method(setup.start_method, force=True)
     _set_up_output(world, setup)
     linecache.cache.update(setup.sources)  # for tracebacks and debuggers
@@ -335,7 +365,9 @@ def _set_up_process(setup: WorkerSetup, world: World) -> None:
 def unbuffer_output() -> None:
     """Replace stdout and stderr, so that no output is lost when this process is killed; the caller decodes UTF-8."""
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
+        io.TextIOWrapper(
+            io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True
+        )
         for number in (1, 2)
     )
 

@@ -15,8 +15,6 @@ from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE, current_all
 from parallelize.collectives import all_reduce
 from parallelize.run.context import is_main
 
-__all__ = ["handle_stop_signals", "should_stop"]
-
 
 def should_stop() -> bool:
     """Return whether the job will soon reach its time limit or be preempted; if so, save a checkpoint and return.
@@ -44,7 +42,11 @@ def handle_stop_signals() -> Iterator[None]:
     handlers are kept. Outside of Slurm, and in a job of the Slurm launcher, no handler is installed.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
-    if current_allocation(os.environ) is None or STOP_FILE_VARIABLE in os.environ or not is_main_thread:
+    if (
+        current_allocation(os.environ) is None
+        or STOP_FILE_VARIABLE in os.environ
+        or not is_main_thread
+    ):
         yield
         return
     with tempfile.TemporaryDirectory(prefix="parallelize-") as folder:
@@ -53,7 +55,11 @@ def handle_stop_signals() -> Iterator[None]:
         def request_stop(*_: Any) -> None:
             stop_file.touch()
 
-        unhandled = [each for each in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(each) is signal.SIG_DFL]
+        unhandled = [
+            each
+            for each in (signal.SIGUSR1, signal.SIGUSR2)
+            if signal.getsignal(each) is signal.SIG_DFL
+        ]
         os.environ[STOP_FILE_VARIABLE] = str(stop_file)
         try:
             for number in unhandled:

@@ -16,13 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from parallelize.call.task import Outcome
+from parallelize.call.outcome import Outcome
 from parallelize.cluster.world import World
 from parallelize.hang_detection.rank_state import progress
 from parallelize.hang_detection.stack_frames import is_in_collective
 from parallelize.run.group_abort import interrupt_collectives, mark_as_interrupted
-
-__all__ = ["StopHandler", "WorkerShutdown"]
 
 _HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
 _PATIENCE_S = {signal.SIGINT: 10.0, signal.SIGTERM: 1.5}
@@ -51,7 +49,9 @@ class WorkerShutdown:
     def fail(self, error: BaseException) -> NoReturn:
         """Terminate after a main-thread error, without destroying the process group, which may wait for dead ranks."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # a signal must not replace the error as the cause
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # a signal must not replace the error as the cause
         self.terminate(error)
 
     def terminate(self, error: BaseException) -> NoReturn:
@@ -67,7 +67,9 @@ class WorkerShutdown:
             else:
                 Outcome.raised(self._world, error).write(self._error_path)
         except Exception:  # noqa: BLE001 - a full disk: the caller shows the last output of a rank without an outcome
-            has_caller = self._error_path.parent.exists()  # one that has left, as by Ctrl-C, wants to hear nothing
+            has_caller = (
+                self._error_path.parent.exists()
+            )  # one that has left, as by Ctrl-C, wants to hear nothing
             with contextlib.suppress(OSError, ValueError):
                 if has_caller:
                     traceback.print_exception(error)
@@ -115,7 +117,9 @@ class StopHandler:
         signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
         # A forked child has the same handlers: its signals are not this process's.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-        threading.Thread(target=self._watch, args=[received, written], name="parallelize-stop", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=[received, written], name="parallelize-stop", daemon=True
+        ).start()
         sys.unraisablehook = functools.partial(self._raise_later, sys.unraisablehook)
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
@@ -138,7 +142,9 @@ class StopHandler:
             return
         number = signal.SIGINT if isinstance(self.exit, KeyboardInterrupt) else signal.SIGTERM
         signal.signal(number, self)
-        threading.Timer(0.01, os.kill, [os.getpid(), number]).start()  # not in this hook, which would ignore it, too
+        threading.Timer(
+            0.01, os.kill, [os.getpid(), number]
+        ).start()  # not in this hook, which would ignore it, too
 
     def _watch(self, received: socket.socket, _written: socket.socket) -> None:
         while number := received.recv(1):
@@ -146,7 +152,9 @@ class StopHandler:
             store = None  # at first, because torch logs requests that fail
             patience = _Patience(signal.Signals(number[0])) if self._has_accelerator else None
             # The user's code may have replaced the handler.
-            while signal.getsignal(number[0]) is ours and not self._is_handled.wait(_HANDLER_TIMEOUT_S):
+            while signal.getsignal(number[0]) is ours and not self._is_handled.wait(
+                _HANDLER_TIMEOUT_S
+            ):
                 if patience is not None and not patience.is_over():
                     continue
                 self._has_interrupted = True
@@ -181,7 +189,9 @@ class _Patience:
         if latest != self._progress:
             self._progress, self._moved_s = latest, now_s
         has_pending = any(begun != completed for begun, completed in latest)
-        is_stalled = (has_pending or _is_in_torch_distributed()) and now_s - self._moved_s >= self._stalled_s
+        is_stalled = (
+            has_pending or _is_in_torch_distributed()
+        ) and now_s - self._moved_s >= self._stalled_s
         self._is_over = self._is_over or is_stalled or now_s - self._began_s >= self._most_s
         return self._is_over
 

@@ -37,7 +37,7 @@ SCRIPT = f"""
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from parallelize import checkpoints, distributed, rank
-from parallelize.launchers.local.plugin import LocalLauncher
+from parallelize.launchers.local.launcher import LocalLauncher
 
 folder, options, last = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 

@@ -131,7 +131,7 @@ def train():
 if __name__ == "__main__":
     import tqdm
     assert train() == tqdm.__file__, train()
-    assert train.options(launcher=__import__("parallelize.launchers.local.plugin", fromlist=["*"]).LocalLauncher(
+    assert train.options(launcher=__import__("parallelize.launchers.local.launcher", fromlist=["*"]).LocalLauncher(
         start_method="spawn"))() == tqdm.__file__
 """
 

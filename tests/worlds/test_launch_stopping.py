@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader
 import torch.distributed as dist
 from parallelize import distributed
-from parallelize.launchers.local.plugin import LocalLauncher
+from parallelize.launchers.local.launcher import LocalLauncher
 
 FOLDER = pathlib.Path(sys.argv[1])
 
@@ -305,7 +305,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 STARTING = """
 import sys, time
 from parallelize import distributed
-from parallelize.launchers.local.plugin import LocalLauncher
+from parallelize.launchers.local.launcher import LocalLauncher
 
 @distributed(processes=2, launcher=LocalLauncher(start_method=sys.argv[1]))
 def train():

@@ -27,7 +27,7 @@ SCRIPT = """
 import json, os, pathlib, signal, sys, threading, time
 import torch, torch.distributed as dist
 from parallelize import distributed, rank
-from parallelize.launchers.local.plugin import LocalLauncher
+from parallelize.launchers.local.launcher import LocalLauncher
 
 what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 options = dict(processes=2, num_nodes=2, timeout=60) | json.loads(sys.argv[3])

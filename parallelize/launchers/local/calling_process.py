@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from parallelize.call.module_values import ImportedFiles
 from parallelize.launchers.local.server_calls import ForkServers
 
-__all__ = ["CallingProcess", "calling_process"]
-
 
 @dataclass(frozen=True, eq=False)
 class CallingProcess:

@@ -41,22 +41,10 @@ from typing import Any, NamedTuple
 
 from parallelize.cluster.call_folders import remove_call_folder
 
-__all__ = [
-    "BLOCKED_SIGNALS",
-    "TORCH_MODULES",
-    "EndWorkers",
-    "InterruptWorkers",
-    "LeaveCall",
-    "RequestsOfWorkers",
-    "StartWorkers",
-    "WorkersEnded",
-    "WorkersRefused",
-    "WorkersReport",
-    "serve",
-]
-
 _END_GRACE_S = 5.0  # between SIGTERM and SIGKILL, for workers whose caller has ended
-_LOOK_EVERY_S = 1.0  # whether the caller has ended, if a process that it has forked keeps its sockets open
+_LOOK_EVERY_S = (
+    1.0  # whether the caller has ended, if a process that it has forked keeps its sockets open
+)
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _POLL_EVERY_S = 0.05  # how a worker has ended whose children keep its sentinel open
 # The path of a socket has at most so many bytes: `sun_path` of <sys/un.h>, without its last zero.
@@ -147,10 +135,14 @@ def serve(number: int) -> None:
     if len(modules) > len(TORCH_MODULES) and not _can_fork():
         _begin_again(number, modules[: len(TORCH_MODULES)])
     resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
-    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # the start of the tracker unblocks some
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, BLOCKED_SIGNALS
+    )  # the start of the tracker unblocks some
     with contextlib.ExitStack() as until_end:
         if modules:  # once, and not in each worker, which takes 20 ms
-            until_end.enter_context(import_module("parallelize.worker.main").replace_group_functions())
+            until_end.enter_context(
+                import_module("parallelize.worker.main").replace_group_functions()
+            )
         gc.collect()
         gc.freeze()  # so that collections in workers do not copy the pages of these modules
         _serve_calls(control, caller)
@@ -196,7 +188,9 @@ def _preload(modules: Sequence[str]) -> None:
     for name in modules[: len(TORCH_MODULES)]:
         import_module(name)
     if modules:
-        import_module("parallelize.worker.main").unbuffer_output()  # imported modules may keep the streams
+        import_module(
+            "parallelize.worker.main"
+        ).unbuffer_output()  # imported modules may keep the streams
     stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor is needed
         os.dup2(nowhere.fileno(), 2)
@@ -213,7 +207,9 @@ def _can_fork() -> bool:
     torch tells forked processes alone (`poison_fork` of torch/csrc/cuda/Module.cpp), so one is asked.
     """
     torch = import_module("torch")
-    accelerator = torch.accelerator.current_accelerator()  # as torch was built, without a question to the driver
+    accelerator = (
+        torch.accelerator.current_accelerator()
+    )  # as torch was built, without a question to the driver
     module = None if accelerator is None else torch.get_device_module(accelerator)
     is_in_bad_fork = getattr(module, "_is_in_bad_fork", bool)  # bool() is False
     pid = os.fork()
@@ -404,14 +400,19 @@ def _work(files: Sequence[Any], its: Connection) -> None:
     """Be a worker: a process in which nothing is left of the fork server but what it has imported."""
     os.setsid()  # a new process group, so that all processes started from here can be killed together
     with contextlib.suppress(AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # if the server and the caller are killed
+        ctypes.CDLL(None).prctl(
+            _DIES_WITH_PARENT, signal.SIGKILL
+        )  # if the server and the caller are killed
     for each in files:
         each.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         cwd, path = its.recv()
         request = Path(path).read_bytes()
-    except (EOFError, FileNotFoundError):  # the server was killed; the caller has left, and its folder with it
+    except (
+        EOFError,
+        FileNotFoundError,
+    ):  # the server was killed; the caller has left, and its folder with it
         return
     its.close()
     _keep_sockets_in(Path(path).parent)

@@ -38,8 +38,6 @@ from parallelize.cluster.store import listen, serve_store
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError
 
-__all__ = ["Nodes"]
-
 _ASK_EVERY_S = 0.1
 _REFUSED_FOR_S = 10.0  # node 0 may take this long to leave its last call
 _CLOSE_TIMEOUT_S = 5.0
@@ -69,7 +67,9 @@ class Nodes:
         ConfigError: another node has the same rank, or more nodes were started than `num_nodes`.
     """
 
-    def __init__(self, node: Node | None, task: Task, *, patience_s: float, key: str, serves_store: bool) -> None:
+    def __init__(
+        self, node: Node | None, task: Task, *, patience_s: float, key: str, serves_store: bool
+    ) -> None:
         self._num_nodes, self._timeout = task.layout.num_nodes, task.layout.config.timeout
         self._patience_s, self._key, self._serves_store = patience_s, key.encode(), serves_store
         self.address = loopback() if node is None else node.master_addr
@@ -140,7 +140,10 @@ class Nodes:
             report: rank -> outcome, or a file with it, of this node; of other nodes, files are bytes.
         """
         if self._num_nodes > 1:
-            report = {rank: each.read_bytes() if isinstance(each, Path) else each for rank, each in report.items()}
+            report = {
+                rank: each.read_bytes() if isinstance(each, Path) else each
+                for rank, each in report.items()
+            }
         self._say("report", self.node_rank, report)
         found, lost, nodes = self._heard["report"], self._heard["lost"], set(range(self._num_nodes))
         # Without node 0 none is heard, and a node that the others have given up waits for none.
@@ -186,7 +189,9 @@ class Nodes:
 
     def _hear(self, messages: Sequence[_Message]) -> None:
         for what, of, value in messages:
-            if what != "lost" or not self._heard["lost"]:  # a node that leaves after that is not lost
+            if (
+                what != "lost" or not self._heard["lost"]
+            ):  # a node that leaves after that is not lost
                 self._heard[what][of] = value
 
     def _talk(self, other: int, peer: Connection) -> None:
@@ -244,12 +249,16 @@ class Nodes:
                 self._threads.append(threading.current_thread())
             self._talk(rank, peer)
 
-    def _peer(self, connected: socket.socket, *prove: Callable[[Connection, bytes], None]) -> Connection:
+    def _peer(
+        self, connected: socket.socket, *prove: Callable[[Connection, bytes], None]
+    ) -> Connection:
         """Return the connection to a node that knows the key; waiting for it too long raises BlockingIOError."""
         seconds, rest = divmod(self._patience_s, 1)
         connected.settimeout(None)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connected.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", int(seconds), int(rest * 1e6)))
+            connected.setsockopt(
+                socket.SOL_SOCKET, direction, struct.pack("ll", int(seconds), int(rest * 1e6))
+            )
         peer = Connection(connected.detach())
         for each in prove:
             each(peer, self._key)
@@ -261,7 +270,11 @@ class Nodes:
         end, is_refused, why = time.monotonic() + timeout_s, False, ""
         while time.monotonic() < end:
             try:
-                peer = self._peer(socket.create_connection(at, self._patience_s), answer_challenge, deliver_challenge)
+                peer = self._peer(
+                    socket.create_connection(at, self._patience_s),
+                    answer_challenge,
+                    deliver_challenge,
+                )
                 peer.send((node.node_rank, *self._joined[0]))
                 rank = peer.recv()
             except _GONE as exc:
@@ -315,7 +328,9 @@ def _request(task: Task) -> dict[str, str]:
     A call on one node has nobody to compare its arguments with, which may be millions of numbers.
     """
     layout = task.layout
-    request = {"the call": f"{task.name}, {layout.num_nodes} nodes x {layout.local_world_size} processes"}
+    request = {
+        "the call": f"{task.name}, {layout.num_nodes} nodes x {layout.local_world_size} processes"
+    }
     with contextlib.suppress(OSError, TypeError):  # a notebook's, or one that is no function
         request["the source of the function"] = inspect.getsource(inspect.unwrap(task.function))
     if layout.num_nodes == 1:
@@ -333,7 +348,9 @@ def _require_equal(joined: Mapping[int, tuple[str, dict[str, str]]]) -> None:
         if len(set(texts.values())) > 1:
             raise ConfigError(
                 f"{name} differs between the nodes",
-                why="; ".join(f"node {rank} ({joined[rank][0]}): {text[:80]}" for rank, text in texts.items()),
+                why="; ".join(
+                    f"node {rank} ({joined[rank][0]}): {text[:80]}" for rank, text in texts.items()
+                ),
                 fix="start the same script with the same options on every node; draw random values in the function, or "
                 "with a seed",
             )

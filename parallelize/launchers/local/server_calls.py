@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from parallelize.call.settings import absolute_search_path
 from parallelize.launchers.local import fork_server
 from parallelize.launchers.local.fork_server import BLOCKED_SIGNALS, TORCH_MODULES, LeaveCall
-
-__all__ = ["ForkServers", "ServerCall"]
 
 _KILL_TIMEOUT_S = 5.0  # A killed process that waits for a device ends later.
 # Packages that start no thread or connection when they are imported, and make no random generator of their own.
@@ -147,7 +146,9 @@ class ForkServers:
             with self._lock, servers_end:
                 server = self._running(environ, is_preloaded=is_preloaded)
                 server.open_calls += 1
-                with contextlib.suppress(OSError):  # It has just ended, which closes the connection.
+                with contextlib.suppress(
+                    OSError
+                ):  # It has just ended, which closes the connection.
                     socket.send_fds(server.control, [b"+"], [servers_end.fileno()])
             try:
                 yield ServerCall(server, connection, self._lock)
@@ -168,7 +169,9 @@ class ForkServers:
             server.control.close()  # A server of other variables ends with its last call.
             if server.process.poll() is not None:
                 self._servers.remove(server)
-        server = _started(environ, variables, _modules_to_import(environ, is_preloaded=is_preloaded))
+        server = _started(
+            environ, variables, _modules_to_import(environ, is_preloaded=is_preloaded)
+        )
         self._servers.append(server)
         return server
 
@@ -197,11 +200,13 @@ def _modules_to_import(environ: Mapping[str, str], *, is_preloaded: bool) -> lis
     return modules
 
 
-def _started(environ: Mapping[str, str], variables: Mapping[str, str] | None, modules: Sequence[str]) -> _Server:
+def _started(
+    environ: Mapping[str, str], variables: Mapping[str, str] | None, modules: Sequence[str]
+) -> _Server:
     """Start a server that imports these modules."""
     control, servers_control = socket.socketpair()
     # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
-    path = [str(Path(entry).absolute()) if os.path.exists(entry or ".") else entry for entry in sys.path]  # noqa: PTH110 - raises nothing
+    path = absolute_search_path()
     number = servers_control.fileno()
     code = f"import sys; sys.path[:] = {path!r}; from {fork_server.__name__} import serve; serve({number})"
     # A file, not a pipe: the server gets all of it if this process is killed, and a server that

@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from parallelize.call.task import Outcome
+from parallelize.call.outcome import Outcome
 from parallelize.cluster.world import World
 from parallelize.errors import LaunchError
 from parallelize.hang_detection.stack_frames import call_site_in
@@ -36,11 +36,13 @@ from parallelize.launchers.output import rank_file, read_output
 from parallelize.run.startup_summary import announce
 from parallelize.worker.main import LEAVE_GRACE_S, WorkerSetup, outcome_paths, run
 
-__all__ = ["STOP_GRACE_S", "Workers"]
-
 _LOOK_EVERY_S = 0.05  # at other nodes, at signals, and at the outcomes of workers that do not end
-STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks of the other workers
-INTERRUPT_GRACE_S = 30.0  # after Ctrl-C: time for what the function does with a KeyboardInterrupt, such as to save
+STOP_GRACE_S = (
+    3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks of the other workers
+)
+INTERRUPT_GRACE_S = (
+    30.0  # after Ctrl-C: time for what the function does with a KeyboardInterrupt, such as to save
+)
 _LEAVE_TIMEOUT_S = 2 * LEAVE_GRACE_S  # after the last outcome
 _KILL_TIMEOUT_S = 15.0  # a driver takes seconds to free the memory of a process
 _ANNOUNCED_AFTER_S = 30.0  # what is waited for, while the fork server does not answer
@@ -76,7 +78,9 @@ class Workers:
         self._ended: list[Outcome] = []
         self._tell(StartWorkers(number, str(folder)))
 
-    def start(self, setup: WorkerSetup, worlds: Sequence[World], output: Path, timeout: timedelta) -> None:
+    def start(
+        self, setup: WorkerSetup, worlds: Sequence[World], output: Path, timeout: timedelta
+    ) -> None:
         """Give the workers what they run; wait until the fork server has forked them, or is lost.
 
         Args:
@@ -97,7 +101,10 @@ class Workers:
         try:
             cwd = str(Path.cwd())
         except FileNotFoundError as exc:
-            what, why = "the current folder does not exist", "processes start in the folder of their caller"
+            what, why = (
+                "the current folder does not exist",
+                "processes start in the folder of their caller",
+            )
             raise LaunchError(what, why=why, fix="change to one that does: os.chdir(...)") from exc
         try:
             self._tell(RequestsOfWorkers(cwd, list(map(str, paths))))
@@ -159,7 +166,10 @@ class Workers:
 
     def outcomes(self) -> dict[int, Path | Outcome]:
         """Return the outcome of each rank that has written one, as a file, or has ended without one."""
-        paths = {rank: next(filter(Path.exists, outcome_paths(self._folder, rank)), None) for rank in self._ranks}
+        paths = {
+            rank: next(filter(Path.exists, outcome_paths(self._folder, rank)), None)
+            for rank in self._ranks
+        }
         ended = {each.rank: each for each in self._ended}
         return {**ended, **{rank: path for rank, path in paths.items() if path is not None}}
 
@@ -180,7 +190,11 @@ class Workers:
             self._look(_LOOK_EVERY_S)
         if not self._is_over:  # as in the driver of a GPU that hangs
             pids = ", ".join(map(str, self._living()))
-            _log.error("worker %s does not end, %g s after SIGKILL: its GPU may hang", pids, _KILL_TIMEOUT_S)
+            _log.error(
+                "worker %s does not end, %g s after SIGKILL: its GPU may hang",
+                pids,
+                _KILL_TIMEOUT_S,
+            )
 
     def _tell(self, message: object) -> None:
         with suppress(OSError):  # the server has ended, as `_look` will find
@@ -244,7 +258,11 @@ class Workers:
             living -= set(wait(living, _LOOK_EVERY_S))
 
     def _living(self) -> list[int]:
-        return [pid for pid, exitcode in zip(self._pids, self._exitcodes, strict=True) if exitcode is None]
+        return [
+            pid
+            for pid, exitcode in zip(self._pids, self._exitcodes, strict=True)
+            if exitcode is None
+        ]
 
     def _has_returned(self, rank: int) -> bool:
         return outcome_paths(self._folder, rank)[0].exists()
@@ -262,7 +280,10 @@ class Workers:
         ranks = {outcome.rank for outcome in failed}
         for rank in self._ranks:
             if rank not in ranks and not self._has_returned(rank):
-                return [*failed, Outcome(rank, host, os.getpid(), error=self._server_error, failed_at=now)]
+                return [
+                    *failed,
+                    Outcome(rank, host, os.getpid(), error=self._server_error, failed_at=now),
+                ]
         return failed
 
     def _report_ends(self) -> None:
@@ -274,4 +295,9 @@ class Workers:
             err = read_output(self._output, rank)[1].strip()
             last = err.rpartition("\n")[2]
             if exitcode != 0:
-                _log.warning(text, rank, exitcode, call_site_in(err) if "(most recent call first)" in err else last)
+                _log.warning(
+                    text,
+                    rank,
+                    exitcode,
+                    call_site_in(err) if "(most recent call first)" in err else last,
+                )

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallelize.call.task import Outcome
+from parallelize.call.outcome import Outcome
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, LaunchError, WorkerError, add_note
 from parallelize.launchers.batch_launcher import BatchJob
@@ -32,14 +32,14 @@ from parallelize.launchers.failures import caller_exception, ended, is_cause
 from parallelize.launchers.output import OutputTail, read_output
 from parallelize.worker.main import outcome_paths
 
-__all__ = ["Job", "query_state", "submit_script", "without_job_variables"]
-
 R = TypeVar("R")
 
 _COMMAND_TIMEOUT_S = 60.0
 _POLL_EVERY_S = 0.2
 _QUERY_EVERY_S = 2.0  # each query puts load on the cluster's controller
-_RESULT_DELAY_S = 15.0  # a network file system may show a result later than Slurm shows the end of its job
+_RESULT_DELAY_S = (
+    15.0  # a network file system may show a result later than Slurm shows the end of its job
+)
 _TAIL_LINES = 20
 
 # Variables that Slurm sets in a job. `sbatch` and `srun` would read most of them as options of the new job.
@@ -51,7 +51,16 @@ _FIX_BY_STATE = {
     "OUT_OF_MEMORY": "request more with mem=, or use less",
     "TIMEOUT": "request more with time=, or return when should_stop() is true: the job is then requeued",
 }
-_END_STATES = {*_FIX_BY_STATE, "BOOT_FAIL", "COMPLETED", "DEADLINE", "FAILED", "PREEMPTED", "REVOKED", "UNKNOWN"}
+_END_STATES = {
+    *_FIX_BY_STATE,
+    "BOOT_FAIL",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "PREEMPTED",
+    "REVOKED",
+    "UNKNOWN",
+}
 
 
 def query_state(job_id: str) -> str:
@@ -65,14 +74,28 @@ def query_state(job_id: str) -> str:
     Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
     """
     try:
-        found = _run("squeue", "--noheader", "--array", "--states=all", "--format=%T (%r)", f"--jobs={job_id}")
+        found = _run(
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=all",
+            "--format=%T (%r)",
+            f"--jobs={job_id}",
+        )
         if found.returncode and "Invalid job id" not in found.stderr:
             return f"UNREACHABLE ({found.stderr.strip()})"
     except LaunchError as error:
         return f"UNREACHABLE ({error.faults[0].what})"
     if not found.stdout.strip():
         with contextlib.suppress(LaunchError):
-            found = _run("sacct", "--allocations", "--noheader", "--parsable2", "--format=State", f"--jobs={job_id}")
+            found = _run(
+                "sacct",
+                "--allocations",
+                "--noheader",
+                "--parsable2",
+                "--format=State",
+                f"--jobs={job_id}",
+            )
     return found.stdout.partition("\n")[0].strip().removesuffix(" (None)") or "UNKNOWN"
 
 
@@ -83,7 +106,9 @@ def submit_script(script: Path, *options: str, environ: Mapping[str, str]) -> st
         LaunchError: sbatch is not installed, or does not end in time.
         ConfigError: Slurm refuses the job; the error contains its message.
     """
-    done = _run("sbatch", "--parsable", *options, str(script), environ=without_job_variables(environ))
+    done = _run(
+        "sbatch", "--parsable", *options, str(script), environ=without_job_variables(environ)
+    )
     if done.returncode != 0:
         message = done.stderr.strip().removeprefix("sbatch: error: ")
         raise ConfigError(
@@ -97,10 +122,16 @@ def submit_script(script: Path, *options: str, environ: Mapping[str, str]) -> st
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those that describe this process, if it runs in a job, or is a rank."""
     of_rank = World().env() if "RANK" in environ else {}
-    return {name: text for name, text in environ.items() if not _JOB_VARIABLE.match(name) and name not in of_rank}
+    return {
+        name: text
+        for name, text in environ.items()
+        if not _JOB_VARIABLE.match(name) and name not in of_rank
+    }
 
 
-def _run(*command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    *command: str, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
@@ -115,10 +146,14 @@ def _run(*command: str, environ: Mapping[str, str] | None = None) -> subprocess.
     except FileNotFoundError:
         what = f"this machine has no {command[0]!r}"
         fix = "run it on a login node of the cluster, or write the job with sbatch_script() and copy it there"
-        raise LaunchError(what, why="the Slurm launcher runs Slurm's own commands", fix=fix) from None
+        raise LaunchError(
+            what, why="the Slurm launcher runs Slurm's own commands", fix=fix
+        ) from None
     except subprocess.TimeoutExpired:
         what = f"`{' '.join(command)}` did not end within {_COMMAND_TIMEOUT_S:g} s"
-        raise LaunchError(what, why="Slurm's controller is busy or down", fix="try it again later") from None
+        raise LaunchError(
+            what, why="Slurm's controller is busy or down", fix="try it again later"
+        ) from None
 
 
 class Job(BatchJob[R]):
@@ -173,7 +208,13 @@ class Job(BatchJob[R]):
         Once Slurm has no record of the job, the state is inferred from its result; "UNKNOWN" without one.
         """
         name, found = query_state(self.id).split()[0], self._read_result()
-        return name if name != "UNKNOWN" or found is None else "COMPLETED" if isinstance(found, list) else "FAILED"
+        return (
+            name
+            if name != "UNKNOWN" or found is None
+            else "COMPLETED"
+            if isinstance(found, list)
+            else "FAILED"
+        )
 
     def done(self) -> bool:
         """Return whether the job has a result or has ended without one."""
@@ -227,7 +268,9 @@ class Job(BatchJob[R]):
         while (found := self._read_result()) is None:
             now = time.monotonic()
             if now > end:
-                raise TimeoutError(f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}")
+                raise TimeoutError(
+                    f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}"
+                )
             if now - queried_at > _QUERY_EVERY_S:
                 last, state, queried_at = state, query_state(self.id), now
                 if state != last and (shows or state.startswith("UNREACHABLE")):
@@ -236,8 +279,13 @@ class Job(BatchJob[R]):
             if name not in _END_STATES:
                 alive_at = now
             elif now - alive_at > (_QUERY_EVERY_S if name in _FIX_BY_STATE else _RESULT_DELAY_S):
-                what = f"job {self.id} " + ("is unknown to Slurm" if name == "UNKNOWN" else f"ended as {state}")
-                why, fix = "none of its processes says why", _FIX_BY_STATE.get(name, "see its output")
+                what = f"job {self.id} " + (
+                    "is unknown to Slurm" if name == "UNKNOWN" else f"ended as {state}"
+                )
+                why, fix = (
+                    "none of its processes says why",
+                    _FIX_BY_STATE.get(name, "see its output"),
+                )
                 found = WorkerError(f"{what} and left no result", why=why, fix=fix)
                 break
             if shows:
@@ -246,7 +294,11 @@ class Job(BatchJob[R]):
         if isinstance(found, list):
             return found
         tail = "\n".join(self.logs().splitlines()[-_TAIL_LINES:])
-        add_note(found, f"Slurm job {self.id}; its output is in {self.log}" + (tail and f" and ends with:\n{tail}"))
+        add_note(
+            found,
+            f"Slurm job {self.id}; its output is in {self.log}"
+            + (tail and f" and ends with:\n{tail}"),
+        )
         raise found
 
     def _tell(self, text: str) -> None:
@@ -276,7 +328,10 @@ def _failure(run: Path, size: int) -> BaseException | None:
     """
     outcomes = []
     for rank in range(size):
-        outcome, exited = next(filter(Path.exists, outcome_paths(run, rank)), None), run / f"exit.{rank}"
+        outcome, exited = (
+            next(filter(Path.exists, outcome_paths(run, rank)), None),
+            run / f"exit.{rank}",
+        )
         if outcome is not None:
             outcomes.append(Outcome.read(outcome))
         elif exited.exists():

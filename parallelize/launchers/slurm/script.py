@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.errors import ConfigError
 
-__all__ = ["RANK_SCRIPT", "job_script"]
-
 _OPTION_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 RANK_SCRIPT = f"""\
@@ -105,5 +103,7 @@ def job_script(options: Mapping[str, object], lines: Sequence[str]) -> str:
             )
         if value is not None and value is not False:  # 0 is a value
             # sbatch parses quotes as a shell does.
-            directives.append(f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}"))
+            directives.append(
+                f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+            )
     return "\n".join(["#!/bin/bash", *directives, "", *lines, "", _RUN])

@@ -20,8 +20,6 @@ from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.worker.main import WorkerSetup, run, task_path
 
-__all__ = ["write_call"]
-
 
 def write_call(task: Task, folder: Path) -> None:
     """Write what ranks need to make the call to a folder that only this user can access, since they unpickle it.

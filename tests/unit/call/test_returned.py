@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from parallelize.call.outcome import Outcome
 from parallelize.call.returned import Changes, data_of, restore, unreturned_warning
-from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallelize.call.task import Outcome, Task
+from parallelize.call.outcome import Outcome
+from parallelize.call.task import Task
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout

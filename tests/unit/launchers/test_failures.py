@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.call.task import Outcome
+from parallelize.call.outcome import Outcome
 from parallelize.errors import SyncError, WorkerError
 from parallelize.launchers.failures import caller_exception, ended, was_stopped
 from parallelize.launchers.output import read_output

@@ -17,7 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parallelize.call.task import Outcome, Task
+from parallelize.call.outcome import Outcome
+from parallelize.call.task import Task
 from parallelize.cluster.call_folders import call_folder
 from parallelize.cluster.devices import MASKS, compose_visible_devices
 from parallelize.cluster.network import resolvable_address
@@ -26,18 +27,21 @@ from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError
 from parallelize.launchers.failures import caller_exception
 from parallelize.launchers.local.calling_process import calling_process
-from parallelize.launchers.local.debugger import Keyboard, open_keyboard
+from parallelize.launchers.local.keyboard import Keyboard, open_keyboard
 from parallelize.launchers.local.nodes import Nodes
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
-from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open_standard_streams, rank_file
+from parallelize.launchers.output import (
+    OutputTail,
+    RecordTail,
+    forwarded,
+    open_standard_streams,
+    rank_file,
+)
 from parallelize.launchers.stop_signals import StopRequested, StopSignals
 from parallelize.plugins.base import Launcher
 from parallelize.plugins.options import Parse, choice, number
 from parallelize.run.startup_summary import announced
 from parallelize.worker.main import WorkerSetup, task_path
-
-__all__ = ["LocalLauncher", "worker_environ"]
-
 
 _log = logging.getLogger("parallelize")
 
@@ -113,8 +117,15 @@ class LocalLauncher(Launcher):
             workers = Workers(call, task.layout.local_world_size, folder)
             ended.callback(workers.close)
             task.write(task_path(folder), is_local=True)
-            keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
-            with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
+            keyboard = (
+                open_keyboard(folder, task.layout.world_size)
+                if task.layout.num_nodes == 1
+                else None
+            )
+            with (
+                contextlib.closing(self._nodes(task, node, environ)) as nodes,
+                keyboard or contextlib.nullcontext(),
+            ):
                 setup = WorkerSetup.capture(task.layout, folder=str(folder), environ=variables)
                 setup = replace(
                     setup,
@@ -124,14 +135,25 @@ class LocalLauncher(Launcher):
                     has_keyboard=keyboard is not None,
                 )
                 reports = self._run(task, setup, workers, nodes, signals=signals, keyboard=keyboard)
-            found = sorted((pair for report in reports for pair in report.items()), key=itemgetter(0))
-            outcomes = [each if isinstance(each, Outcome) else Outcome.read(each) for _, each in found]
+            found = sorted(
+                (pair for report in reports for pair in report.items()), key=itemgetter(0)
+            )
+            outcomes = [
+                each if isinstance(each, Outcome) else Outcome.read(each) for _, each in found
+            ]
         have_reported = len(reports) == task.layout.num_nodes  # a node may leave after its report
         is_failed = any(each.error for each in outcomes)
         if have_reported and len(outcomes) == task.layout.world_size and not is_failed:
-            return [replace(outcomes[0], is_interrupted=signals.is_interrupted), *outcomes[1:]], None
+            return [
+                replace(outcomes[0], is_interrupted=signals.is_interrupted),
+                *outcomes[1:],
+            ], None
         world_size = task.layout.world_size
-        error = caller_exception(outcomes, world_size=world_size, earlier=earlier) if is_failed else None
+        error = (
+            caller_exception(outcomes, world_size=world_size, earlier=earlier)
+            if is_failed
+            else None
+        )
         if error is None or not have_reported:
             raise nodes.lost_error() from error
         return [], error
@@ -245,7 +267,9 @@ def worker_environ(environ: Mapping[str, str], layout: Layout, *, cores: int) ->
     mask = MASKS.get(layout.device_type)
     if mask is not None:
         changed[mask] = compose_visible_devices(environ.get(mask), layout.indices)
-    changed["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, cores // layout.local_world_size))
+    changed["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(
+        max(1, cores // layout.local_world_size)
+    )
     if sys.stderr is not None and sys.stderr.isatty():  # for progress bars
         changed.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     return changed

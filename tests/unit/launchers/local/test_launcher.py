@@ -10,7 +10,7 @@ import pytest
 from parallelize.cluster.devices import Hardware
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
-from parallelize.launchers.local.plugin import worker_environ
+from parallelize.launchers.local.launcher import worker_environ
 
 
 def on_gpus(gpus: object) -> Layout:

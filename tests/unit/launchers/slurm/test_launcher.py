@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from parallelize import ConfigError, Job, LaunchError, SlurmLauncher, distributed
-from parallelize.call.task import Outcome
+from parallelize.call.outcome import Outcome
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.launchers.slurm.job import query_state, without_job_variables

@@ -11,8 +11,6 @@ from typing import Any
 
 from typing_extensions import override
 
-__all__ = ["INTERRUPT", "debug_with_caller", "debugger_path", "inspect_error"]
-
 INTERRUPT = "\x03"  # the caller's answer when Ctrl-C was pressed at the prompt
 
 

@@ -18,9 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from parallelize.worker.debugger import INTERRUPT, debugger_path
-
-__all__ = ["Keyboard", "open_keyboard"]
+from parallelize.worker.keyboard import INTERRUPT, debugger_path
 
 _OUTPUT_S = 0.1  # until the output that a rank has printed before it stopped is shown
 _STEP_S = 0.5  # a rank that does not stop again within this time leaves the keyboard to others
@@ -88,7 +86,9 @@ class Keyboard(contextlib.AbstractContextManager[None]):
                 by_connection[ready].receive()
             except (EOFError, OSError):  # the process has ended
                 self._stopped.remove(by_connection[ready])
-        asking = sorted((each for each in self._stopped if each.is_asking), key=lambda each: each.rank)
+        asking = sorted(
+            (each for each in self._stopped if each.is_asking), key=lambda each: each.rank
+        )
         if self._owner in asking:
             self._ask(self._owner, asking)
         elif asking and time.monotonic() > self._step_end_s:

@@ -22,7 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parallelize.call.task import Outcome, Task
+from parallelize.call.outcome import Outcome
+from parallelize.call.task import Task
 from parallelize.cluster.world import Node
 from parallelize.config.options import duration
 from parallelize.errors import ConfigError, Fault
@@ -42,8 +43,6 @@ from parallelize.plugins.options import (
     texts_by_name,
     variables,
 )
-
-__all__ = ["SlurmLauncher"]
 
 _RESERVED_OPTIONS = frozenset(
     [
@@ -84,7 +83,9 @@ def _sbatch_options(name: str, value: Any) -> dict[str, Any]:
     for option in options:
         if option.lstrip("-").replace("_", "-") in _RESERVED_OPTIONS:
             why = "the launcher sets this option itself"
-            fix = "use num_nodes=, gpus=, processes=, folder=, stop_before= or submit_many() instead"
+            fix = (
+                "use num_nodes=, gpus=, processes=, folder=, stop_before= or submit_many() instead"
+            )
             faults.append(Fault(f"{name}={{{option!r}: ...}}", why, fix))
     if faults:
         raise ConfigError.of(faults)
@@ -195,11 +196,15 @@ class SlurmLauncher(BatchLauncher):
         (job,) = self.submit([task], at_most=None, environ=environ)
         return job.follow()
 
-    def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Job[Any]]:
+    def submit(
+        self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]
+    ) -> list[Job[Any]]:
         """Submit the calls: one as a job, several as a job array."""
         parent = Path(self.folder).expanduser().resolve()
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{_safe(tasks[0].name)}-", dir=parent))  # only this user can access it
+        folder = Path(
+            tempfile.mkdtemp(prefix=f"{_safe(tasks[0].name)}-", dir=parent)
+        )  # only this user can access it
         self._write(tasks, folder, folder / "job.sh")
         last = len(tasks) - 1
         array = [f"--array=0-{last}" + (f"%{at_most}" if at_most else "")] if last else []
@@ -208,7 +213,10 @@ class SlurmLauncher(BatchLauncher):
         link.symlink_to(folder.name)
         link.replace(parent / job_id)  # in place of the link of an older job with the same ID
         numbered = enumerate(tasks)
-        return [Job(f"{job_id}_{n}" if last else job_id, folder, all_ranks=task.all_ranks) for n, task in numbered]
+        return [
+            Job(f"{job_id}_{n}" if last else job_id, folder, all_ranks=task.all_ranks)
+            for n, task in numbered
+        ]
 
     def write_script(self, task: Task, path: Path) -> None:
         """Write the job script to `path`, and the job's files to the folder `path` + ".job"."""
@@ -235,7 +243,9 @@ class SlurmLauncher(BatchLauncher):
             f"command=({shlex.join(rank)})",
         ]
         output = folder / ("%A_%a.log" if len(tasks) > 1 else "%j.log")
-        path.write_text(job_script({**self._options(tasks[0]), "output": output, "open-mode": "append"}, lines))
+        path.write_text(
+            job_script({**self._options(tasks[0]), "output": output, "open-mode": "append"}, lines)
+        )
 
     def _options(self, task: Task) -> dict[str, Any]:
         layout, limit, stop_before = task.layout, self.time, self.stop_before
@@ -259,7 +269,9 @@ class SlurmLauncher(BatchLauncher):
             "mail-type": self.mail_type if self.mail_user else None,
             "requeue": True,
         }
-        return options | {name.lstrip("-").replace("_", "-"): value for name, value in self.sbatch.items()}
+        return options | {
+            name.lstrip("-").replace("_", "-"): value for name, value in self.sbatch.items()
+        }
 
 
 def _safe(name: str) -> str:
