@@ -2,9 +2,17 @@
 
     <temporary folder>/parallelize-call-<host>-<random>     mode 0700, locked by the caller
 
-The caller removes the folder when the call is over. If the caller was killed, its fork server does,
-once the workers have ended; if that was killed, too, the next call of this user on this host does,
-which finds the folder without a lock.
+Who removes the folder, and what happens to its lock:
+
+    a call begins                    the caller makes the folder and locks it
+      its value is there             the caller removes the folder
+      the caller is killed           the kernel frees the lock; the fork server of the caller ends
+                                     the workers, then removes the folder
+        the fork server, too         the next call of this user on this host finds a folder that is
+                                     a minute old and that it can lock, and removes it
+
+A folder that is locked belongs to a call that runs. A younger folder without a lock may belong to
+a call that has made it and is about to lock it.
 
 The name has the host, because several hosts may share the disk, and on some disks a lock holds on
 its own host alone. Another user may put anything under such a name: a FIFO, whose opening waits
@@ -29,7 +37,6 @@ from pathlib import Path
 
 CALL_FOLDER_PREFIX = "parallelize-call-"
 
-# A younger folder without a lock may belong to a call that is about to lock it.
 _ABANDONED_AFTER_S = 60.0
 # The path of a socket in the folder has at most 107 bytes (103 on macOS, of which the temporary
 # folder takes 49).

@@ -1,220 +1,54 @@
-"""Rank of this process, or of its node, from the variables of launchers: torchrun, Kubeflow, MPI, Flux, PALS, Slurm."""
+"""Rank of this process, or of its node, from the variables of the launcher that has started it.
+
+detect        the rank of this process in a run, from a row of launcher_variables.py
+detect_node   the rank of this machine in a run, in which the user starts one script on each
+"""
 
 from __future__ import annotations
 
-import itertools
-import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
+from parallelize.cluster.launcher_variables import LAUNCHERS, TORCHRUN, LauncherVariables, Names
 from parallelize.cluster.network import loopback
-from parallelize.cluster.world import Node, World, bad_port
+from parallelize.cluster.world import Node, World, bad_port, read_integer
 from parallelize.errors import ConfigError
 
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-_MOST_NODES = 1 << 16
-"""The largest range of Slurm's lists of nodes (MAX_RANGE): a longer one is no list of nodes."""
 
-
-def first_host(nodelist: str) -> str:
-    """Return the first host of Slurm's compressed list: rack1-node3 of "rack[1-2]-node[3-4],b".
-
-    Source: https://slurm.schedmd.com/scontrol.html (show hostnames)
-    """
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
-
-
-def tasks_per_node(counts: str) -> list[int]:
-    """Return the number of tasks on each node of Slurm's compressed list: 2, 2, 2, 1 of "2(x3),1"."""
-    parts = re.findall(r"(\d{1,9})(?:\(x(\d{1,6})\))?", counts)
-    return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
-
-
-def hosts(nodelist: str) -> Iterator[str]:
-    """Yield the hosts of Slurm's compressed list in its order: n1, n2, n4, b of "n[1-2,4],b".
-
-    Source: https://slurm.schedmd.com/scontrol.html (show hostnames)
-    """
-    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
-        prefix, bracket, rest = entry.partition("[")
-        if not bracket:
-            yield entry
-            continue
-        ranges, _, suffix = rest.partition("]")
-        ends = [*hosts(suffix)] or [""]
-        for number in _numbers(ranges):
-            yield from (f"{prefix}{number}{end}" for end in ends)
-
-
-def _numbers(ranges: str) -> Iterator[str]:
-    """Yield the numbers of ranges, with their zeros: 01, 02, 04 of "01-02,04"."""
-    for first, last in re.findall(r"(\d{1,9})(?:-(\d{1,9}))?", ranges, re.ASCII):
-        numbers = range(int(first), int(last or first) + 1)
-        for number in numbers[:_MOST_NODES]:
-            yield f"{number:0{len(first)}}"
-
-
-def _of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what has no variable of its own: the processes of this node, the nodes, and the address of rank 0."""
-    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node_rank = _integer(environ, "SLURM_NODEID")
-    if (
-        "SLURM_GTIDS" in environ
-    ):  # the ranks on this node; some scripts unset it for programs that it disturbs
-        local_size = len(environ["SLURM_GTIDS"].split(","))
-    else:
-        local_size = tasks[node_rank] if 0 <= node_rank < len(tasks) else 0
-    computed = {
-        "=LOCAL_SIZE": str(local_size),
-        "=NUM_NODES": str(len(tasks)),
-    }  # no variable has such a name
-    if len(tasks) > 1 and "MASTER_ADDR" not in environ:
-        computed["MASTER_ADDR"] = _node_of_rank_0(environ, node_rank)
-    return computed
-
-
-def _node_of_rank_0(environ: Mapping[str, str], node_rank: int) -> str:
-    """Return the name of the node of rank 0 in a step of Slurm.
-
-    The nodes of a step are listed in the order of their ranks, except over several components (`srun --het-group=0,1`,
-    `srun A : B`). These are ranked one after another, but their nodes, and the tasks per node, are listed in the order
-    of the nodes' names: see `_reorder_het_job_recs` in Slurm's src/srun/srun.c.
-
-    Args:
-        environ: variables of this process.
-        node_rank: rank of its node, from 0, which is the node of rank 0.
-
-    Raises:
-        ConfigError: the first node in the list is not that of rank 0, and nothing tells the other ranks which one is.
-    """
-    nodelist = environ.get("SLURM_STEP_NODELIST", "")
-    first = first_host(nodelist)
-    # A job that is submitted in a heterogeneous job inherits the variables of that job's components.
-    if environ.get("SLURM_JOB_ID_HET_GROUP_0") == environ.get("SLURM_JOB_ID", ""):
-        first = next(
-            filter(set(hosts(nodelist)).__contains__, _hosts_of_components(environ)), first
-        )
-    name = environ.get("SLURMD_NODENAME", first)
-    if node_rank == 0 and name != first:
-        raise ConfigError(
-            f"rank 0 is on node {name}, and the list of its step, {nodelist}, begins with {first}",
-            why="Slurm sorts the nodes of a heterogeneous step (srun A : B) by name and not by rank, so that the other "
-            "ranks do not know where rank 0 is",
-            fix=f"export MASTER_ADDR={name} before srun, or submit a heterogeneous job and use srun --het-group",
-        )
-    return first
-
-
-def _hosts_of_components(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the nodes of a heterogeneous job, component by component: the order of its ranks."""
-    for component in itertools.count():
-        nodelist = environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}")
-        if nodelist is None:
-            return
-        yield from hosts(nodelist)
-
-
-class _Launcher(NamedTuple):
-    """Names of a launcher's variables; of several, with spaces between them, the first that is set counts.
-
-    Args:
-        rank: rank of this process.
-        local_rank: its rank on its node.
-        world_size: number of processes.
-        local_world_size: number of processes on its node; not set: that of nodes of equal size.
-        node_rank: rank of its node; not set: computed from the ranks.
-        num_nodes: number of nodes; not set: computed from the sizes.
-        run_id: together they differ between runs, and are equal in all processes of a run; "": it sets MASTER_PORT.
-        least: fewer processes are an interactive shell or a plain program, and no ranks of a run.
-        more: what is computed from other variables.
-    """
-
-    rank: str
-    local_rank: str
-    world_size: str
-    local_world_size: str = ""
-    node_rank: str = ""
-    num_nodes: str = ""
-    run_id: str = ""
-    least: int = 1
-    more: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
-
-
-_TORCHRUN = _Launcher(
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK NODE_RANK",
-    "GROUP_WORLD_SIZE",
-)
-_LAUNCHERS = (
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        run_id="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
-    ),
-    # MPICH, Intel MPI; MPICH's variables do not identify a run
-    _Launcher(
-        "PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", run_id="I_MPI_HYDRA_UUID"
-    ),
-    _Launcher(
-        "FLUX_TASK_RANK",
-        "FLUX_TASK_LOCAL_ID",
-        "FLUX_JOB_SIZE",
-        num_nodes="FLUX_JOB_NNODES",
-        run_id="FLUX_JOB_ID",
-        least=2,
-    ),
-    # Only a step has its number of tasks: a batch script and salloc's shell see the counts of the job.
-    _Launcher(
-        "SLURM_PROCID",
-        "SLURM_LOCALID",
-        "SLURM_STEP_NUM_TASKS",
-        "=LOCAL_SIZE",
-        "SLURM_NODEID",
-        "=NUM_NODES",
-        run_id="SLURM_JOB_ID SLURM_STEP_ID",
-        least=2,
-        more=_of_slurm,
-    ),
-    # Older releases set some as PMI_* only; a script may export WORLD_SIZE where PMI_SIZE is missing.
-    _Launcher(
-        "PALS_RANKID",
-        "PALS_LOCAL_RANKID",
-        "PALS_SIZE PMI_SIZE WORLD_SIZE",
-        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
-        run_id="PALS_APID",
-    ),
-)
+# Ports of runs whose launcher sets none: above the well-known services, and below the ephemeral
+# ports of Linux, which begin at 32768.
+_FIRST_PORT = 20000
+_NUMBER_OF_PORTS = 12000
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the World that a launcher has set for this process, or of the process group that the user has initialized.
+    """Return the World of this process: of its launcher, or of the user's own process group.
 
-    torchrun's variables come first: it also runs inside Slurm and MPI, whose ranks are then those of its agents.
-    mpirun's come before Slurm's: inside a Slurm job srun starts mpirun's daemons, and their processes inherit a
-    daemon's SLURM_* values. Flux and Slurm can set PMI_* and PALS_*, too, so they come before PALS. A pod of Kubeflow
-    (RANK without LOCAL_RANK, or PET_*) is a node with one process. WORLD_SIZE, MASTER_ADDR, MASTER_PORT and NODE_RANK,
-    which job scripts export, give a process no rank (see `detect_node`). An empty variable counts as unset. Last comes
-    the user's own group, as in processes of torch.multiprocessing.spawn; without LOCAL_RANK, LOCAL_WORLD_SIZE and
-    NODE_RANK they are taken to be those of one node.
+    In this order:
+
+        torchrun            RANK, LOCAL_RANK and LOCAL_WORLD_SIZE are set. It also runs inside Slurm
+                            and MPI, whose ranks are then those of its agents.
+        another launcher    the first of `LAUNCHERS` that has started this process
+        a pod of Kubeflow   RANK without LOCAL_RANK, or PET_*: a node with one process
+        the user's group    as in processes of torch.multiprocessing.spawn; without LOCAL_RANK,
+                            LOCAL_WORLD_SIZE and NODE_RANK, all ranks count as those of one node
+
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT and NODE_RANK, which job scripts export, give a process no
+    rank: see `detect_node`. An empty variable counts as unset.
 
     Args:
         environ: variables of this process, as in os.environ; only read.
 
     Returns:
-        None: no launcher started this process. Ranks count from 0; world_size counts processes, not GPUs. The local
-        rank is the launcher's: it cannot be computed from the rank (`srun -m cyclic` distributes ranks round-robin
-        over the nodes).
+        None: no launcher started this process. Ranks count from 0; world_size counts processes, not
+        GPUs. The local rank is the launcher's: it cannot be computed from the rank, since
+        `srun -m cyclic` distributes ranks round-robin over the nodes.
 
     Raises:
-        ConfigError: a rank without a size or a local rank, a value that is no integer, values that contradict each
-            other, several processes without an address for their rendezvous.
+        ConfigError: a rank without a size or a local rank, a value that is no integer, values that
+            contradict each other, several processes without an address for their rendezvous.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables,
         https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES,
@@ -222,178 +56,251 @@ def detect(environ: Mapping[str, str]) -> World | None:
         https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html,
         https://www.kubeflow.org/docs/components/trainer/user-guides/pytorch,
         https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html,
-        https://cpe.ext.hpe.com/docs/latest/mpt/index.html (PALS); MPICH's hydra and Intel MPI set PMI_RANK, PMI_SIZE,
-        MPI_LOCALRANKID, MPI_LOCALNRANKS.
+        https://cpe.ext.hpe.com/docs/latest/mpt/index.html (PALS); MPICH's hydra and Intel MPI set
+        PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
     """
-    present = _present(environ)
-    if {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= present.keys():
-        return _read(_TORCHRUN, present)
-    world = next(filter(None, (_read(each, present) for each in _LAUNCHERS)), None)
-    if "RANK" not in present:
-        return world or _pod(present) or _users_group(present)
-    # A script may export only RANK and WORLD_SIZE, copied from srun or mpirun: the rest is in their variables.
-    # RANK alone may be a pod's, a node's (WORLD_SIZE then counts processes) or left in a shell.
-    is_rank = "LOCAL_RANK" in present
-    numbers = _integer(present, "RANK"), _integer(present, "WORLD_SIZE")
-    if world and (
-        (world.rank, world.world_size) == numbers or (not is_rank and world.world_size > 1)
-    ):
-        return world
-    return _read(_TORCHRUN, present) if is_rank else _pod(present)
+    variables = _set_variables(environ)
+    if {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= variables.keys():
+        return _world_of(TORCHRUN, variables)
+    world = None
+    for launcher in LAUNCHERS:
+        world = world or _world_of(launcher, variables)
+    if "RANK" not in variables:
+        return world or _world_of_pod(variables) or _world_of_users_group(variables)
+    # A script may export RANK and WORLD_SIZE that it has copied from srun or mpirun. The rest is in
+    # the variables of these. RANK alone may also be that of a pod, or of a node, whose WORLD_SIZE
+    # counts processes, or it may be left in a shell.
+    rank = read_integer(variables, "RANK")
+    world_size = read_integer(variables, "WORLD_SIZE")
+    has_local_rank = "LOCAL_RANK" in variables
+    if world is not None:
+        is_copy = (world.rank, world.world_size) == (rank, world_size)
+        if is_copy or (not has_local_rank and world.world_size > 1):
+            return world
+    return _world_of(TORCHRUN, variables) if has_local_rank else _world_of_pod(variables)
 
 
 def detect_node(environ: Mapping[str, str]) -> Node | None:
-    """Return the rendezvous of the nodes, from MASTER_ADDR, MASTER_PORT and (optionally) NODE_RANK; None without it.
+    """Return the rendezvous of the nodes, from MASTER_ADDR, MASTER_PORT and NODE_RANK.
 
-    A port alone does not count: job scripts export one for other programs. PET_MASTER_ADDR, PET_RDZV_ENDPOINT, ...,
-    which set torchrun's options, count like the variables of the same name without PET_.
+    A port alone does not count: job scripts export one for other programs. PET_MASTER_ADDR,
+    PET_RDZV_ENDPOINT, ..., which set torchrun's options, count like the variables of the same name
+    without PET_.
+
+    Returns:
+        None: no MASTER_ADDR. Without NODE_RANK, the node has no rank yet.
 
     Raises:
-        ConfigError: an address without a port, a port that is no integer from 1 to 65535, a rank that is no integer.
+        ConfigError: an address without a port, a port that is no integer from 1 to 65535, a rank
+            that is no integer.
     """
-    present = _present(environ)
-    if "MASTER_ADDR" not in present:
+    variables = _set_variables(environ)
+    if "MASTER_ADDR" not in variables:
         return None
-    port = _integer(
-        present,
+    port = read_integer(
+        variables,
         "MASTER_PORT",
         fix="export MASTER_PORT=29400, or any free port, the same on every node",
     )
     if not 0 < port < 65536:
         raise ConfigError.of([bad_port("MASTER_PORT", port)])
-    node_rank = _integer(present, "NODE_RANK") if "NODE_RANK" in present else None
-    return Node(present["MASTER_ADDR"].strip("[]"), port, node_rank)
+    node_rank = None
+    if "NODE_RANK" in variables:
+        node_rank = read_integer(variables, "NODE_RANK")
+    return Node(_without_brackets(variables["MASTER_ADDR"]), port, node_rank)
 
 
 def number_of_pods(environ: Mapping[str, str]) -> int | None:
-    """Return the number of nodes in PET_NNODES, torchrun's option that Kubeflow sets in every pod; None: not set.
+    """Return the number of nodes in PET_NNODES, torchrun's option that Kubeflow sets in every pod.
+
+    Returns:
+        None: the variable is not set.
 
     Raises:
         ConfigError: a range, as in elastic jobs, or no integer.
     """
     value = environ.get("PET_NNODES", "").strip()
+    if not value:
+        return None
     least, _, most = value.partition(":")
     if most and least != most:
         raise ConfigError(
             f"PET_NNODES={value!r}",
             why="a call runs on a fixed number of nodes, and this is a range",
-            fix="start the script by torchrun, which waits for the nodes, or use num_nodes=<number of pods>",
+            fix="start the script by torchrun, which waits for the nodes, or use "
+            "num_nodes=<number of pods>",
         )
-    return _integer({"PET_NNODES": least}, "PET_NNODES") if value else None
+    return read_integer({"PET_NNODES": least}, "PET_NNODES")
 
 
-def _pod(environ: Mapping[str, str]) -> World | None:
-    """Return the world of pods: one process in each. PET_* count pods; WORLD_SIZE may count processes, unlike RANK."""
-    pod = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    if {"PET_NNODES", "PET_NODE_RANK"} <= environ.keys():
-        pod |= {"RANK": environ["PET_NODE_RANK"], "WORLD_SIZE": str(number_of_pods(environ))}
-    found = {**environ, **pod}
-    return _read(_TORCHRUN, {**found, "GROUP_RANK": found["RANK"]}) if "RANK" in found else None
+def _set_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are not empty, and torchrun's options (PET_*) without their prefix.
+
+    PMI_RANK is left out unless it is hydra's: Flux, PALS and `srun --mpi=pmi2` set it, too, and
+    only hydra sets MPI_LOCALRANKID.
+    """
+    variables = {name: value for name, value in environ.items() if value.strip()}
+    others_that_set_it = {"SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"} & variables.keys()
+    is_of_hydra = "MPI_LOCALRANKID" in variables or not others_that_set_it
+    if "PMI_SIZE" not in variables or not is_of_hydra:
+        variables.pop("PMI_RANK", None)
+
+    options: dict[str, str] = {}
+    host, _, port = variables.get("PET_RDZV_ENDPOINT", "").rpartition(":")
+    # The server of etcd, which the endpoint may be, is on no node of the run.
+    if host and not variables.get("PET_RDZV_BACKEND", "").startswith("etcd"):
+        options = {"MASTER_ADDR": host, "MASTER_PORT": port}
+    for name in _RENDEZVOUS:
+        if f"PET_{name}" in variables:
+            options[name] = variables[f"PET_{name}"]
+    return {**options, **variables}
 
 
-def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
-    def number(names: str, default: int | None = None) -> int:
-        known = names.split() or [""]
-        return _integer(
-            environ, next((name for name in known if name in environ), known[0]), default
-        )
+def _world_of_pod(variables: Mapping[str, str]) -> World | None:
+    """Return the world of pods, with one process in each.
 
-    least = launcher.least
-    if launcher.rank not in environ or number(launcher.world_size, least - 1 or None) < least:
+    PET_* count pods. WORLD_SIZE may count the processes that torchrun would start in them, unlike
+    RANK, which is the pod's.
+    """
+    pod = {**variables, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if {"PET_NNODES", "PET_NODE_RANK"} <= variables.keys():
+        pod["RANK"] = variables["PET_NODE_RANK"]
+        pod["WORLD_SIZE"] = str(number_of_pods(variables))
+    if "RANK" not in pod:
         return None
-    environ = {**launcher.more(environ), **environ}
-    world_size, rank = number(launcher.world_size), number(launcher.rank)
-    is_single = world_size == 1
-    local_rank, num_nodes = (
-        number(launcher.local_rank, 0 if is_single else None),
-        number(launcher.num_nodes, 0),
-    )
-    # Without the number of processes of this node all are on it, unless rank and local rank differ.
-    own_size, rest = divmod(world_size, num_nodes or 1)
-    if rest and not launcher.local_world_size:
-        raise ConfigError(
-            f"{launcher.world_size}={world_size} with {launcher.num_nodes}={num_nodes}",
-            why="this launcher does not set the number of processes of a node, and they cannot be equal",
-            fix="start the same number of processes on every node",
-        )
-    local_world_size = number(
-        launcher.local_world_size, own_size if num_nodes or rank == local_rank else None
-    )
-    has_one_node, port = local_world_size == world_size, 0 if is_single else None
-    if launcher.run_id:
-        run_id = (
-            ".".join(environ[name] for name in launcher.run_id.split() if name in environ)
-            or "mpirun"
-        )
-        # All processes of a run derive the same one, above well-known services, below Linux's ephemeral ports (32768).
-        port = 20000 + zlib.crc32(run_id.encode(errors="replace")) % 12000
-    address = environ.get("MASTER_ADDR", loopback() if has_one_node else "").strip("[]")
-    if not address:
-        raise ConfigError(
-            "MASTER_ADDR is not set",
-            why="processes are on several nodes, and their launcher does not provide the address of rank 0",
-            fix="export MASTER_ADDR=<address of the first node> to all of them (Open MPI: mpirun -x MASTER_ADDR)",
-        )
-    # Ranks fill one node after another, or are distributed round-robin.
-    size = max(local_world_size, 1)
-    filled, rest = divmod(rank - local_rank, size)
-    return World(
-        rank=rank,
-        local_rank=local_rank,
-        node_rank=number(
-            launcher.node_rank, rank % max(-(-world_size // size), 1) if rest else filled
-        ),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        master_addr=address,
-        master_port=_integer(environ, "MASTER_PORT", port),
-        has_store=launcher is _TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        num_nodes=num_nodes,
-    )
+    return _world_of(TORCHRUN, {**pod, "GROUP_RANK": pod["RANK"]})
 
 
-def _users_group(environ: Mapping[str, str]) -> World | None:
+def _world_of_users_group(variables: Mapping[str, str]) -> World | None:
+    """Return the world of the process group that the user has initialized.
+
+    Returns:
+        None: there is none, or it has one rank.
+    """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
-    node_rank = _integer(environ, "NODE_RANK", 0)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     return World(
-        rank, _integer(environ, "LOCAL_RANK", rank), node_rank, world_size, local_world_size
+        rank=rank,
+        local_rank=read_integer(variables, "LOCAL_RANK", rank),
+        node_rank=read_integer(variables, "NODE_RANK", 0),
+        world_size=world_size,
+        local_world_size=read_integer(variables, "LOCAL_WORLD_SIZE", world_size),
     )
 
 
-def _present(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not empty, with those of torchrun's options (PET_*) as their plain counterparts.
+def _world_of(launcher: LauncherVariables, variables: Mapping[str, str]) -> World | None:
+    """Return the world of this process by the variables of a launcher.
 
-    PMI_RANK is left out unless MPICH's hydra has set it: Flux, PALS and `srun --mpi=pmi2` set it, too.
+    Returns:
+        None: the launcher has not started this process as a rank.
     """
-    present = {name: value for name, value in environ.items() if value.strip()}
-    others = present.keys() & {"SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"}
-    if "PMI_SIZE" not in present or (others and "MPI_LOCALRANKID" not in present):
-        present.pop("PMI_RANK", None)
-    options = {name: present[f"PET_{name}"] for name in _RENDEZVOUS if f"PET_{name}" in present}
-    host, _, port = present.get("PET_RDZV_ENDPOINT", "").rpartition(":")
-    if host and not present.get("PET_RDZV_BACKEND", "").startswith(
-        "etcd"
-    ):  # an etcd server is on no node of the run
-        options = {"MASTER_ADDR": host, "MASTER_PORT": port, **options}
-    return {**options, **present}
+    if launcher.rank not in variables:
+        return None
+    # A launcher that also starts plain programs, as one process, need not set their number.
+    starts_programs = launcher.least_processes > 1
+    number_of_processes = _number(variables, launcher.world_size, 1 if starts_programs else None)
+    if number_of_processes < launcher.least_processes:
+        return None
+    variables = {**launcher.derive(variables), **variables}
+    world_size = _number(variables, launcher.world_size)
+    rank = read_integer(variables, launcher.rank)
+    local_rank = read_integer(variables, launcher.local_rank, 0 if world_size == 1 else None)
+    local_world_size = _local_world_size(launcher, variables, rank, local_rank)
+    node_rank = _node_rank_by_position(rank, local_rank, world_size, local_world_size)
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        node_rank=_number(variables, launcher.node_rank, node_rank),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=_address(variables, has_one_node=local_world_size == world_size),
+        master_port=_port(launcher, variables, world_size),
+        has_store=launcher is TORCHRUN and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        num_nodes=_number(variables, launcher.num_nodes, 0),
+    )
 
 
-def _integer(
-    environ: Mapping[str, str], name: str, default: int | None = None, *, fix: str | None = None
+def _local_world_size(
+    launcher: LauncherVariables, variables: Mapping[str, str], rank: int, local_rank: int
 ) -> int:
-    value = environ.get(name)
-    if value is None and default is not None:
-        return default
-    try:
-        return int(value or "")
-    except ValueError:
+    """Return the number of processes of this node, from its variable or for nodes of equal size."""
+    world_size = _number(variables, launcher.world_size)
+    num_nodes = _number(variables, launcher.num_nodes, 0)
+    size_of_equal_nodes, remainder = divmod(world_size, num_nodes or 1)
+    if remainder and not launcher.local_world_size:
         raise ConfigError(
-            f"{name} is not set" if value is None else f"{name}={value!r}",
-            why="related variables are set" if value is None else "it is not an integer",
-            fix=fix
-            or f"let the launcher set {name}, or unset all variables of the launcher to run without one",
-        ) from None
+            f"{launcher.world_size[0]}={world_size} with {launcher.num_nodes[0]}={num_nodes}",
+            why="this launcher does not set the number of processes of a node, and they cannot be "
+            "equal",
+            fix="start the same number of processes on every node",
+        )
+    # Without the number of nodes, all processes are on one, unless rank and local rank differ.
+    is_known = num_nodes > 0 or rank == local_rank
+    names = launcher.local_world_size or launcher.num_nodes
+    return _number(variables, names, size_of_equal_nodes if is_known else None)
+
+
+def _node_rank_by_position(
+    rank: int, local_rank: int, world_size: int, local_world_size: int
+) -> int:
+    """Return the rank of this node among nodes of equal size, from the two layouts of ranks.
+
+        one node after another    node 0: 0 1 2    node 1: 3 4 5    rank = node * 3 + local rank
+        round-robin               node 0: 0 2 4    node 1: 1 3 5    rank = node + 2 * local rank
+
+    A process may fit both layouts: rank 0, and the last rank, are at the same place in them.
+    """
+    size = max(local_world_size, 1)  # a node of size 0 is refused by World
+    node_rank, remainder = divmod(rank - local_rank, size)
+    if remainder == 0:
+        return node_rank
+    num_nodes = max(-(-world_size // size), 1)
+    return rank % num_nodes
+
+
+def _address(variables: Mapping[str, str], *, has_one_node: bool) -> str:
+    """Return the address of rank 0: that of the launcher or the user, else loopback on one node."""
+    default = loopback() if has_one_node else ""
+    address = _without_brackets(variables.get("MASTER_ADDR", default))
+    if not address:
+        raise ConfigError(
+            "MASTER_ADDR is not set",
+            why="processes are on several nodes, and their launcher does not provide the address "
+            "of rank 0",
+            fix="export MASTER_ADDR=<address of the first node> to all of them "
+            "(Open MPI: mpirun -x MASTER_ADDR)",
+        )
+    return address
+
+
+def _without_brackets(address: str) -> str:
+    """Return an address of IPv6 as sockets take it, fd00::1, of a URL's [fd00::1]."""
+    return address.strip("[]")
+
+
+def _port(launcher: LauncherVariables, variables: Mapping[str, str], world_size: int) -> int:
+    """Return the port of the rendezvous: MASTER_PORT, else one that all ranks of a run derive."""
+    default = 0 if world_size == 1 else None
+    if launcher.run_id:
+        values = [variables[name] for name in launcher.run_id if name in variables]
+        run_id = ".".join(values) or "mpirun"
+        checksum = zlib.crc32(run_id.encode(errors="replace"))
+        default = _FIRST_PORT + checksum % _NUMBER_OF_PORTS
+    return read_integer(variables, "MASTER_PORT", default)
+
+
+def _number(variables: Mapping[str, str], names: Names, default: int | None = None) -> int:
+    """Return the integer of the first of the names that is set, else the default.
+
+    Raises:
+        ConfigError: none is set and there is no default, or the value is no integer.
+    """
+    for name in names:
+        if name in variables:
+            return read_integer(variables, name)
+    if default is not None:
+        return default
+    return read_integer(variables, names[0])

@@ -1,4 +1,4 @@
-"""Network addresses: of this machine, of its interfaces, and of hosts whose names may not resolve."""
+"""Addresses of this machine, of its interfaces, and of hosts whose names may not resolve."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from pathlib import Path
 from parallelize.errors import LaunchError
 
 _SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface: see netdevice(7)."""
+
+_SCONTROL_TIMEOUT_S = 20
 
 
 @functools.cache
 def loopback() -> str:
-    """Return the address by which processes of this machine reach each other: 127.0.0.1, or ::1 without IPv4."""
+    """Return the address by which processes of this machine reach each other.
+
+    It is 127.0.0.1, or ::1 on a machine without IPv4.
+    """
     return "127.0.0.1" if is_local_address("127.0.0.1") else "::1"
 
 
@@ -33,8 +39,8 @@ def source_address_for(address: str) -> str:
 def is_local_address(address: str) -> bool:
     """Return whether `address` (or the first address of that name) belongs to this machine."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
+        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((target[0], 0))
     except OSError:
         return False
@@ -46,41 +52,62 @@ def interface_of(address: str) -> str | None:
     if not sys.platform.startswith("linux"):
         return None
     if ":" in address:
-        packed, table = (
-            socket.inet_pton(socket.AF_INET6, address).hex(),
-            Path("/proc/net/if_inet6").read_text(),
-        )
-        return next(
-            (line.split()[-1] for line in table.splitlines() if line.startswith(packed)), None
-        )
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if _ipv4_address(name) == address), None)
+        return _interface_of_ipv6(address)
+    for _, name in socket.if_nameindex():
+        if _ipv4_address(name) == address:
+            return name
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    packed = socket.inet_pton(socket.AF_INET6, address).hex()
+    # A line of the table begins with an address, and ends with the name of its interface.
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        if line.startswith(packed):
+            return line.split()[-1]
+    return None
 
 
 def _ipv4_address(interface: str) -> str | None:
     import fcntl  # does not exist on Windows
 
+    # The request and the answer are a struct ifreq, with a name of up to 15 bytes and, from byte 20
+    # on, the address.
     request = struct.pack("256s", interface.encode()[:15])
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:  # an interface without an address of IPv4
+            return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 @functools.cache
 def gloo_interface(address: str) -> str | None:
-    """Return the interface to set as GLOO_SOCKET_IFNAME for connections to `address`; None: gloo finds it itself.
+    """Return the interface to set as GLOO_SOCKET_IFNAME for connections to `address`.
 
-    Gloo resolves this machine's hostname. Where that fails it binds to 127.0.0.1, which no other node can reach, and
-    which a machine without IPv4 does not have.
+    Gloo resolves this machine's hostname. Where that fails, it binds to 127.0.0.1, which no other
+    node can reach, and which a machine without IPv4 does not have.
+
+    Returns:
+        None: gloo finds the interface itself.
     """
     if address.startswith("127."):
         return None
-    own: set[str] = set()
-    with contextlib.suppress(socket.gaierror):
-        own = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
-    if any(is_local_address(each) for each in own if not each.startswith("127.") and each != "::1"):
-        return None
+    for address_of_host in _addresses_of(socket.gethostname()):
+        is_loopback = address_of_host.startswith("127.") or address_of_host == "::1"
+        if not is_loopback and is_local_address(address_of_host):
+            return None
     return interface_of(source_address_for(address))
+
+
+def _addresses_of(host: str) -> set[str]:
+    """Return the addresses to which a name resolves; none if it does not resolve."""
+    try:
+        entries = socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):  # a name that is too long has no IDNA form
+        return set()
+    return {str(socket_address[0]) for *_, socket_address in entries}
 
 
 @functools.cache
@@ -92,26 +119,22 @@ def resolvable_address(host: str) -> str:
 
     Source: https://slurm.schedmd.com/slurm.conf.html#OPT_NodeAddr
     """
-    if _resolves(host):
+    if _addresses_of(host):
         return host
-    command, shown = ["scontrol", "show", "node", host, "--oneliner"], ""
+    description = ""
     with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):  # no Slurm here
-        shown = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=20
+        description = subprocess.run(
+            ["scontrol", "show", "node", host, "--oneliner"],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_TIMEOUT_S,
         ).stdout
-    found = re.search(r"\bNodeAddr=(\S+)", shown)
-    if found is None or not _resolves(found[1]):
+    node_address = re.search(r"\bNodeAddr=(\S+)", description)
+    if node_address is None or not _addresses_of(node_address[1]):
         raise LaunchError(
             f"the host {host!r}, which serves the rendezvous of this run, has no address",
             why="its name does not resolve, and `scontrol show node` lists no address that does",
             fix="export MASTER_ADDR=<address of the first node> to every process",
         )
-    return found[1]
-
-
-def _resolves(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):  # a name that is too long has no IDNA form
-        return False
-    return True
+    return node_address[1]

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 STOP_FILE_VARIABLE = "_PARALLELIZE_STOP_FILE"
-"""Environment variable with the path of the stop file: the run should stop once the file exists."""
+"""Environment variable with the path of the stop file: the run should stop once the file exists.
+
+The script of a submitted job sets it, and `should_stop` reads it in each rank.
+"""
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Allocation:
     Args:
         job_id: the job's number.
         num_nodes: nodes of this process's job step, else of the job.
-        gpus_on_node: GPUs of this node that belong to the job; None: Slurm does not count GPUs here.
+        gpus_on_node: GPUs of this node that belong to the job; None: Slurm counts no GPUs here.
         hides_gpus: whether this task cannot open the GPUs of its node's other tasks.
     """
 
@@ -38,14 +41,23 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     job_id = environ.get("SLURM_JOB_ID", "").strip()
     if not job_id:
         return None
-    # A one-task step inside a large job (an interactive shell) has one node, however many the job has.
+    # A one-task step inside a large job (an interactive shell) has one node, however many the job
+    # has.
     nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     gpus_on_node = int(gpus) if gpus.isdecimal() else None
-    # A task that is bound to one GPU has its number on the node in SLURM_STEP_GPUS. Slurm sets CUDA_VISIBLE_DEVICES to
-    # the same number, or to 0 if the task's cgroup has no other GPU. A cgroup alone prevents CUDA IPC.
-    own_gpu = environ.get("SLURM_STEP_GPUS", "")
-    is_renumbered = (
-        own_gpu.isdecimal() and own_gpu != "0" and environ.get("CUDA_VISIBLE_DEVICES") == "0"
-    )
-    return Allocation(job_id, int(nodes), gpus_on_node, is_renumbered and (gpus_on_node or 0) > 1)
+    has_several_gpus = gpus_on_node is not None and gpus_on_node > 1
+    hides_gpus = has_several_gpus and _is_gpu_renumbered(environ)
+    return Allocation(job_id, int(nodes), gpus_on_node, hides_gpus)
+
+
+def _is_gpu_renumbered(environ: Mapping[str, str]) -> bool:
+    """Whether this task has a GPU whose number in the task is not its number on the node.
+
+    A task that is bound to one GPU has its number on the node in SLURM_STEP_GPUS. Slurm sets
+    CUDA_VISIBLE_DEVICES to the same number, or to 0 if the task's cgroup has no other GPU. Only a
+    cgroup prevents CUDA IPC.
+    """
+    gpu_of_task = environ.get("SLURM_STEP_GPUS", "")
+    is_first = gpu_of_task == "0"
+    return gpu_of_task.isdecimal() and not is_first and environ.get("CUDA_VISIBLE_DEVICES") == "0"

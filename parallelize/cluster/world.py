@@ -1,8 +1,12 @@
-"""Rank and world size of a process in its run, and the address at which the nodes of a run meet."""
+"""Rank and world size of a process in its run, and the address at which the nodes of a run meet.
+
+`World.env` has the variables by which a process knows its World. Those of launchers, from which
+`detect` reads one, are in launcher_variables.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parallelize.errors import ConfigError, Fault
@@ -20,7 +24,8 @@ class World:
         local_world_size: number of processes on this node; other nodes may have more or fewer.
         master_addr: address of rank 0.
         master_port: port of the rendezvous on rank 0; 0: not chosen yet.
-        has_store: whether the launcher serves the TCPStore at that address, as torchrun does; else rank 0 does.
+        has_store: whether the launcher serves the TCPStore at that address, as torchrun does; else
+            rank 0 does.
         num_nodes: number of nodes; 0: computed here, for nodes of equal size.
 
     Raises:
@@ -46,43 +51,38 @@ class World:
             raise ConfigError.of(faults)
 
     def _faults(self) -> Iterator[Fault]:
-        elsewhere = (
-            self.world_size - self.local_world_size
-        )  # processes on other nodes: at least one on each
-        node_limits = (2 if elsewhere else 1, elsewhere + 1)
-        counts = f"world_size={self.world_size} and local_world_size={self.local_world_size}"
-        for name, value, least, most, given in (
-            ("rank", self.rank, 0, self.world_size - 1, f"world_size={self.world_size}"),
+        # Each of the other nodes has at least one of the processes that are not on this node.
+        processes_elsewhere = self.world_size - self.local_world_size
+        least_nodes = 2 if processes_elsewhere else 1
+        most_nodes = processes_elsewhere + 1
+        last_node = min(processes_elsewhere, self.num_nodes - 1)
+        world_size = f"world_size={self.world_size}"
+        local_world_size = f"local_world_size={self.local_world_size}"
+        num_nodes = f"num_nodes={self.num_nodes}"
+        rows = (
+            ("rank", self.rank, 0, self.world_size - 1, world_size),
+            ("local_rank", self.local_rank, 0, self.local_world_size - 1, local_world_size),
+            ("local_world_size", self.local_world_size, 1, self.world_size, world_size),
+            ("node_rank", self.node_rank, 0, last_node, num_nodes),
             (
-                "local_rank",
-                self.local_rank,
-                0,
-                self.local_world_size - 1,
-                f"local_world_size={self.local_world_size}",
+                "num_nodes",
+                self.num_nodes,
+                least_nodes,
+                most_nodes,
+                f"{world_size} and {local_world_size}",
             ),
-            (
-                "local_world_size",
-                self.local_world_size,
-                1,
-                self.world_size,
-                f"world_size={self.world_size}",
-            ),
-            (
-                "node_rank",
-                self.node_rank,
-                0,
-                min(elsewhere, self.num_nodes - 1),
-                f"num_nodes={self.num_nodes}",
-            ),
-            ("num_nodes", self.num_nodes, *node_limits, counts),
-        ):
-            if not least <= value <= most:
-                why = f"it must be from {least} to {most}" if least <= most else "no value is valid"
-                yield Fault(
-                    f"{name}={value} with {given}",
-                    why,
-                    "check the variables that your launcher sets",
-                )
+        )
+        for name, value, least, most, related_number in rows:
+            if least <= value <= most:
+                continue
+            why = f"it must be from {least} to {most}"
+            if least > most:
+                why = "no value is valid"
+            yield Fault(
+                f"{name}={value} with {related_number}",
+                why,
+                "check the variables that your launcher sets",
+            )
         if not 0 <= self.master_port < 65536:
             yield bad_port("master_port", self.master_port)
 
@@ -110,12 +110,13 @@ class World:
 
 @dataclass(frozen=True)
 class Node:
-    """This machine in a run of several nodes, in which the user starts the same script once per node.
+    """This machine in a run of several nodes, on each of which the user starts the same script.
 
     Args:
         master_addr: address of node 0.
         master_port: port of the rendezvous on node 0.
-        node_rank: rank of this node, from 0; None: node 0 is the one at `master_addr`, the others count as they join.
+        node_rank: rank of this node, from 0; None: node 0 is the one at `master_addr`, the others
+            count as they join.
     """
 
     master_addr: str
@@ -130,3 +131,35 @@ def bad_port(name: str, value: int) -> Fault:
         "a port is a number from 1 to 65535",
         "export MASTER_PORT=29400, or any free port, the same on every node",
     )
+
+
+def read_integer(
+    environ: Mapping[str, str], name: str, default: int | None = None, *, fix: str | None = None
+) -> int:
+    """Return the integer in a variable.
+
+    Args:
+        environ: the variables.
+        name: the variable's name.
+        default: the value if the variable is not set; None: it has to be set.
+        fix: what to do if there is no integer; None: to let the launcher set it.
+
+    Raises:
+        ConfigError: the variable is not set, or has no integer.
+    """
+    value = environ.get(name)
+    if value is None and default is not None:
+        return default
+    try:
+        return int(value or "")
+    except ValueError:
+        fault = f"{name}={value!r}"
+        why = "it is not an integer"
+        if value is None:
+            fault = f"{name} is not set"
+            why = "related variables are set"
+        fix = fix or (
+            f"let the launcher set {name}, or unset all variables of the launcher to run without "
+            "one"
+        )
+        raise ConfigError(fault, why=why, fix=fix) from None

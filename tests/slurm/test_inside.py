@@ -13,7 +13,7 @@ from cluster import ADDRESSES, Cluster
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from parallelize.cluster.environment import first_host
+from parallelize.cluster.slurm_step import first_host
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from strategies import environments, heterogeneous_steps, hostlists, worlds
 
 from parallelize.cluster.devices import Hardware
-from parallelize.cluster.environment import detect, detect_node, first_host, hosts, tasks_per_node
+from parallelize.cluster.environment import detect, detect_node
+from parallelize.cluster.launcher_variables import without_launcher
+from parallelize.cluster.slurm_step import first_host, hosts, tasks_per_node
 from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
 from parallelize.config.layout import place
@@ -254,6 +256,7 @@ def test_torch_names_alone():
             "FLUX_JOB_SIZE=3 with FLUX_JOB_NNODES=2",
             "this launcher does not set the number of processes of a node, and they cannot be equal",
         ),
+        (FLUX | {"FLUX_JOB_NNODES": ""}, "FLUX_JOB_NNODES is not set", "related variables are set"),
     ],
 )
 def test_refuses_invalid_variables(environ, what, why):
@@ -457,6 +460,27 @@ def test_any_environment(environ):
                 assert 0 < found.master_port < 65536 or found.world_size == 1
     assert all(each.what and each.why and each.fix for each in faults)
     assert environ == before
+
+
+@settings(max_examples=300)
+@given(environments)
+def test_what_a_rank_starts_is_no_rank(environ):
+    """Without the variables of launchers, any environment is that of a plain program."""
+    assert detect(without_launcher(environ)) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [TORCHRUN, ELASTIC, SRUN, TWO_COMPONENTS | OF_FIRST_COMPONENT, OPEN_MPI, MPICH, INTEL_MPI, PALS, FLUX, TRAINJOB],
+)
+def test_only_variables_of_launchers_are_dropped(environ):
+    """What a user exports stays; MASTER_ADDR goes with a rank, and is kept for the nodes of a run to come."""
+    users = {"HOME": "/home/me", "NCCL_DEBUG": "INFO", "SLURM_CONF": "/etc/slurm.conf"}
+    rest = without_launcher({**environ, **users})
+    assert detect(rest) is None
+    assert rest.items() >= users.items()
+    assert without_launcher({**users, **ADDRESS}) == {**users, **ADDRESS}
+    assert without_launcher({**users, **ADDRESS, "RANK": "0"}) == users
 
 
 @given(hostlists())
