@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from parallelize.cluster import network
 from parallelize.cluster.environment import detect
+from parallelize.cluster.launcher_variables import without_launcher
 from parallelize.cluster.slurm_allocation import current_allocation
 from parallelize.config.config import ENV_PREFIX, Config
 from parallelize.decorator import distributed
@@ -49,11 +50,6 @@ _GIB, _MIB = 1 << 30, 1 << 20
 _LOW_SHM_BYTES, _LOW_TMP_BYTES = 512 * _MIB, 1 * _GIB
 # Documentation addresses (RFC 5737, RFC 3849): no host has them, so their route is the default route.
 _OUTSIDE = {"IPv4": "192.0.2.254", "IPv6": "2001:db8::1"}
-# Of a rank of a launcher: with these variables, the two ranks of the exchange would join its world.
-_OF_A_RANK = (
-    *("SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK", "PET_"),
-    *("OMPI_", "PMI", "MPI_LOCAL", "FLUX_", "PALS_", ENV_PREFIX),
-)
 _TIMEOUT_S, _MESSAGE_BYTES, _REPETITIONS = 90.0, 16 * _MIB, 5
 
 
@@ -229,7 +225,9 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def all_reduce(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the speed of an all_reduce of two ranks over gloo, and over NCCL between two GPUs, or why it failed."""
-    clean = {name: text for name, text in environ.items() if not name.startswith(_OF_A_RANK)}
+    # In a rank of a launcher, the two ranks of the exchange would join its world.
+    plain = without_launcher(environ)
+    clean = {name: text for name, text in plain.items() if not name.startswith(ENV_PREFIX)}
     backends = {"gloo": {**clean, "CUDA_VISIBLE_DEVICES": ""}}
     if torch.cuda.device_count() > 1:
         backends["nccl"] = clean

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parallelize.cluster.devices import MASKS, Hardware
 from parallelize.cluster.environment import detect, detect_node, number_of_pods
+from parallelize.cluster.launcher_variables import without_launcher
 from parallelize.cluster.slurm_allocation import current_allocation
 from parallelize.cluster.world import Node, World
 from parallelize.config.config import NO_COLLECTIVES, Config, contradictions, naming_variables, use
@@ -263,12 +264,12 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
         ConfigError: the request does not fit the hardware, the launcher or the allocation, or environment variables
             contradict each other.
     """
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    if (
-        run_id.startswith(RUN_ID) and run_id != f"{RUN_ID}{os.getpid()}"
-    ):  # inherited from a worker: this is no rank
-        environ = {name: value for name, value in environ.items() if name not in World().env()}
     allocation = current_allocation(environ)
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    # A worker has started this process, which is no rank, and has inherited the variables.
+    is_of_worker = run_id.startswith(RUN_ID) and run_id != f"{RUN_ID}{os.getpid()}"
+    if is_of_worker:
+        environ = without_launcher(environ)
     if allocation is not None and allocation.gpus_on_node is not None:
         # Some clusters do not hide the GPUs of other jobs.
         hardware = Hardware(hardware.device_type, min(hardware.count, allocation.gpus_on_node))
@@ -280,7 +281,8 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
         layout = dataclasses.replace(
             layout, warnings=(*layout.warnings, _hidden_gpus_warning(layout))
         )
-    if allocation is None or layout.world is not None or layout.node is not None:
+    has_place = layout.world is not None or layout.node is not None
+    if allocation is None or has_place or is_of_worker:
         return layout
     num_nodes = config.num_nodes or allocation.num_nodes
     if num_nodes > 1:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parallelize.call.outcome import Outcome
-from parallelize.cluster.world import World
+from parallelize.cluster.launcher_variables import without_launcher
 from parallelize.errors import ConfigError, LaunchError, WorkerError, add_note
 from parallelize.launchers.batch_launcher import BatchJob
 from parallelize.launchers.failures import caller_exception, ended, is_cause
@@ -120,13 +120,9 @@ def submit_script(script: Path, *options: str, environ: Mapping[str, str]) -> st
 
 
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those that describe this process, if it runs in a job, or is a rank."""
-    of_rank = World().env() if "RANK" in environ else {}
-    return {
-        name: text
-        for name, text in environ.items()
-        if not _JOB_VARIABLE.match(name) and name not in of_rank
-    }
+    """Return the variables without those that describe this process, in a job or as a rank."""
+    variables = without_launcher(environ)
+    return {name: text for name, text in variables.items() if not _JOB_VARIABLE.match(name)}
 
 
 def _run(

@@ -6,6 +6,7 @@ import pytest
 
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.slurm_allocation import Allocation, current_allocation
+from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import place
 from parallelize.errors import ConfigError
@@ -69,6 +70,16 @@ def test_the_layout_takes_nodes_and_gpus_from_the_allocation() -> None:
     assert place(Config.parse(), EIGHT_GPUS, SHELL).local_world_size == 2
     layout = place(Config.parse(processes=2), CPU, SHELL)
     assert (layout.world, layout.node, layout.num_nodes) == (None, None, 1)
+
+
+def test_what_a_worker_starts_is_no_task_of_its_step() -> None:
+    """A program that a worker starts makes a call of its own, on this node, with the GPUs of the job."""
+    world = World(rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, master_addr="n1")
+    one_per_node = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    of_worker = {"TORCHELASTIC_RUN_ID": "parallelize-1", **world.env()}
+    for task in (TASK, {**TASK, **one_per_node}):
+        layout = place(Config.parse(), EIGHT_GPUS, {**task, **of_worker})
+        assert (layout.world, layout.node, layout.num_nodes, layout.local_world_size) == (None, None, 1, 2)
 
 
 def test_hidden_gpus_are_named_once() -> None:

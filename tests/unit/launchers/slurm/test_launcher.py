@@ -168,6 +168,8 @@ def test_a_job_does_not_inherit_the_job_around_it() -> None:
     rendezvous = {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
     assert without_job_variables(rendezvous) == rendezvous
     assert without_job_variables({"RANK": "0", "LOCAL_RANK": "0", **rendezvous}) == {}
+    of_mpirun = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    assert without_job_variables({**rendezvous, **of_mpirun}) == rendezvous
 
 
 # command -> its output; None: it fails, and says that it cannot reach the controller
