@@ -1,7 +1,24 @@
-"""Builds the caller's exception from the failures of the workers: the root cause, with rank, host and traceback."""
+"""The caller's exception, of the failures of the workers: the cause, with rank, host and traceback.
+
+One failure makes other ranks fail: they lose the connection, wait for a rank that is gone, or are
+stopped by the launcher. So the first rank to end is not always the cause:
+
+    how a rank has ended                                         End                is a cause
+    its function has returned                                    RETURNED           no
+    the launcher has stopped it by SIGTERM                       STOPPED            no
+    a collective has failed, since a peer was lost               LOST_CONNECTION    no
+    an error that says what another rank has raised              REPEATED           no
+    its process has ended without an outcome                     DIED               yes
+    its function has raised anything else, also a SyncError      RAISED             yes
+    that explains a lost connection
+
+Of several causes, the earliest counts, and without a cause the earliest failure. The notes of the
+exception say how the other ranks have ended.
+"""
 
 from __future__ import annotations
 
+import enum
 import re
 import signal
 from collections.abc import Sequence
@@ -10,37 +27,81 @@ from parallelize.call.outcome import Outcome, error_text, format_error
 from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
 from parallelize.hang_detection.stack_frames import call_site_in
 
-# Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain RuntimeErrors.
+# Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain
+# RuntimeErrors.
 _PEER_LOST = re.compile(
     r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE
 )
-# gloo's message before it aborts the process; faulthandler then prints each thread's stack, the main thread's last.
+# gloo's message before it aborts the process; faulthandler then prints each thread's stack, the
+# main thread's last.
 _GLOO_SIZE_MISMATCH = re.compile(
     r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL
 )
 _STACK_HEADER = "(most recent call first):"
-# What faulthandler prints: the signal, the stacks of threads, and all extension modules. The main thread's is the last;
-# the one that has failed is "Current", unless it is of a library, without Python.
+# What faulthandler prints: the signal, the stacks of threads, and all extension modules. The stack
+# of the main thread is the last one. The stack of the thread that has failed begins with "Current",
+# unless the thread is of a library, without Python. Kept are the signal and up to 12 lines of the
+# stack of the failed thread, or else of the main thread.
 _FATAL = re.compile(
     r"^(Fatal Python error: .*\n)(?s:.*?(?=^Current)|.*(?=^Thread))(.*\n(?:  .*\n){,12})(?s:.*)",
     re.MULTILINE,
 )
 _TAIL_LINES = 20
+_MAX_REASON = 120
 _FIX_BY_SIGNAL = {
-    "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and use less memory",
-    "SIGABRT": "a library aborted the process: its reason is in the rank's output. If that names NCCL's watchdog, a "
-    "collective timed out or a GPU failed: make the same calls on every rank, or increase timeout=",
-    "SIGBUS": "usually /dev/shm is full, through which DataLoader workers send batches: make it larger (docker run "
-    "--shm-size=8g), or use fewer workers",
+    "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and "
+    "use less memory",
+    "SIGABRT": "a library aborted the process: its reason is in the rank's output. If that names "
+    "NCCL's watchdog, a collective timed out or a GPU failed: make the same calls on every rank, "
+    "or increase timeout=",
+    "SIGBUS": "usually /dev/shm is full, through which DataLoader workers send batches: make it "
+    "larger (docker run --shm-size=8g), or use fewer workers",
     "SIGSEGV": "a compiled extension failed: its stack is in the rank's output",
     "SIGTERM": "if you did not send it, the machine did: look in the log of its job scheduler",
 }
 
 
-def ended(
+class End(enum.Enum):
+    """How a rank has ended, see the table above."""
+
+    RETURNED = enum.auto()
+    STOPPED = enum.auto()
+    LOST_CONNECTION = enum.auto()
+    REPEATED = enum.auto()
+    DIED = enum.auto()
+    RAISED = enum.auto()
+
+
+_CAUSES = frozenset({End.DIED, End.RAISED})
+
+
+def end_of(outcome: Outcome) -> End:
+    """Return how a rank has ended, by its outcome."""
+    error = outcome.error
+    if error is None:
+        return End.RETURNED
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+        return End.STOPPED
+    if _PEER_LOST.search(outcome.traceback) and not isinstance(error, SyncError):
+        return End.LOST_CONNECTION
+    if isinstance(error, ParallelizeError) and error.is_secondary:
+        return End.REPEATED
+    if isinstance(error, WorkerError) and error.exitcode is not None:
+        return End.DIED
+    return End.RAISED
+
+
+def is_cause(outcome: Outcome) -> bool:
+    """Return whether a rank has failed by itself, and not since another rank has."""
+    return end_of(outcome) in _CAUSES
+
+
+def outcome_of_dead_worker(
     rank: int, host: str, pid: int, exitcode: int, *, seen_at: float, output: tuple[str, str]
 ) -> Outcome:
-    """Return the outcome of a worker process that has ended without writing one; it has no traceback.
+    """Return the outcome of a worker process that has ended without writing one.
+
+    It has no traceback.
 
     Args:
         rank: global rank of the worker.
@@ -50,130 +111,162 @@ def ended(
         seen_at: when its end was noticed, in seconds since the epoch.
         output: the ends of its stdout and its stderr.
     """
-    error: Exception = _worker_error(rank, host, exitcode, why="it ended without an exception")
-    # The end of each stream; stderr is last, because it usually contains the reason.
-    ends = (_FATAL.sub(r"\1\2", text).splitlines()[-_TAIL_LINES:] for text in output)
-    tail = "\n".join(line for end in ends for line in end)
-    mismatch = _GLOO_SIZE_MISMATCH.search(output[1])
+    _, stderr = output
+    mismatch = _GLOO_SIZE_MISMATCH.search(stderr)
     if mismatch is not None:
-        line = call_site_in("".join(output[1].rpartition(_STACK_HEADER)[1:]))
-        error = SyncError(
-            f"rank {rank} received data of another size than its collective expects, at {line or 'an unknown line'}",
-            why=f"ranks are in different collectives, or pass tensors of different shapes or dtypes ({mismatch[1]})",
-            fix="make the same calls on every rank, with the same shapes and dtypes in the same order",
-        )
-    elif tail:
-        add_note(error, f"last lines of rank {rank}:\n{tail}")
+        error: Exception = _error_of_size_mismatch(rank, stderr, numbers=mismatch[1])
+        return Outcome(rank, host, pid, error=error, failed_at=seen_at)
+    error = _worker_error(rank, host, exitcode, why="it ended without an exception")
+    # stderr is last, because it usually has the reason.
+    last_lines: list[str] = []
+    for text in output:
+        last_lines += _FATAL.sub(r"\1\2", text).splitlines()[-_TAIL_LINES:]
+    if last_lines:
+        add_note(error, "\n".join([f"last lines of rank {rank}:", *last_lines]))
     return Outcome(rank, host, pid, error=error, failed_at=seen_at)
+
+
+def _error_of_size_mismatch(rank: int, stderr: str, *, numbers: str) -> SyncError:
+    """Return the error of a rank that gloo has aborted, since it has got data of another size.
+
+    Args:
+        rank: global rank of the worker.
+        stderr: the end of its stderr, with gloo's message and the stacks of its threads.
+        numbers: the sizes, in gloo's words.
+    """
+    _, header, stack_of_main_thread = stderr.rpartition(_STACK_HEADER)
+    line = call_site_in(header + stack_of_main_thread) or "an unknown line"
+    return SyncError(
+        f"rank {rank} received data of another size than its collective expects, at {line}",
+        why="ranks are in different collectives, or pass tensors of different shapes or dtypes "
+        f"({numbers})",
+        fix="make the same calls on every rank, with the same shapes and dtypes in the same order",
+    )
 
 
 def caller_exception(
     outcomes: Sequence[Outcome], *, world_size: int, earlier: Sequence[BaseException] = ()
 ) -> BaseException:
-    """Return the exception to raise in the caller: the earliest root cause, with rank, host and traceback as notes.
+    """Return the exception to raise in the caller: that of the cause, with notes on all ranks.
 
     Args:
-        outcomes: those that ranks have written, and of those that have ended without one.
+        outcomes: those that ranks have written, and those of workers that died; at least one has
+            an error.
         world_size: number of ranks.
         earlier: the exceptions of the previous attempts.
     """
-    failed = sorted(
-        (each for each in outcomes if each.error is not None), key=lambda each: each.failed_at
-    )
-    cause = next(filter(is_cause, failed), failed[0])
-    error, notes = _error_of(cause, world_size)
-    by_rank = {each.rank: each for each in outcomes}
-    others = [rank for rank in range(world_size) if rank != cause.rank]
-    names_lines = isinstance(error, SyncError) and not cause.traceback
-    texts = {rank: _describe_rank(by_rank.get(rank), names_lines=names_lines) for rank in others}
-    notes.append(f"the others: {_group_ranks(texts)}" if texts else "no other rank exists")
-    notes += (
-        f"attempt {attempt} had failed with {_one_line(before)}"
-        for attempt, before in enumerate(earlier)
-    )
+    cause = _cause_of(outcomes)
+    error = _error_of(cause)
+    notes = []
+    if cause.traceback:
+        # Python shows the exception itself above its notes.
+        trace = cause.traceback.removesuffix(format_error(error, None)).rstrip()
+        place = f"rank {cause.rank} of {world_size} on {cause.host} (pid {cause.pid})"
+        notes += [f"{place} raised it:", trace]
+    notes.append(_describe_other_ranks(outcomes, cause, world_size))
+    for attempt, error_before in enumerate(earlier):
+        notes.append(f"attempt {attempt} had failed with {_one_line(error_before)}")
     for note in notes:
         add_note(error, note)
     if isinstance(error, WorkerError):
-        error.rank, error.host = cause.rank, cause.host
+        error.rank = cause.rank
+        error.host = cause.host
     return error
 
 
-def was_stopped(outcome: Outcome) -> bool:
-    """Return whether a rank was ended by SIGTERM, which the agent sends to stop workers."""
-    return isinstance(outcome.error, SystemExit) and outcome.error.code == 128 + signal.SIGTERM
+def _cause_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the earliest outcome that is a cause, or else the earliest one with an error."""
+    failures = [outcome for outcome in outcomes if outcome.error is not None]
+    failures.sort(key=lambda outcome: outcome.failed_at)
+    return next(filter(is_cause, failures), failures[0])
 
 
-def is_cause(outcome: Outcome) -> bool:
-    """Return whether a rank failed by itself: not by SIGTERM, a lost connection or an error marked as secondary."""
-    if outcome.error is None or was_stopped(outcome) or _is_connection_loss(outcome):
-        return False
-    return not (isinstance(outcome.error, ParallelizeError) and outcome.error.is_secondary)
-
-
-def _is_connection_loss(outcome: Outcome) -> bool:
-    # A SyncError that was raised from a connection error explains that error and is kept.
-    return bool(_PEER_LOST.search(outcome.traceback)) and not isinstance(outcome.error, SyncError)
-
-
-def _error_of(outcome: Outcome, world_size: int) -> tuple[BaseException, list[str]]:
+def _error_of(outcome: Outcome) -> BaseException:
+    """Return the error of an outcome; a WorkerError for SystemExit, which has no message."""
     error = outcome.error
     assert error is not None
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        exitcode = -signal.SIGTERM if was_stopped(outcome) else code
-        error = _worker_error(
-            outcome.rank, outcome.host, exitcode, why=f"SystemExit({error.code!r})"
-        )
-    if not outcome.traceback:
-        return error, []
-    where = f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised it:"
-    # Python shows the exception itself above its notes.
-    return error, [where, outcome.traceback.removesuffix(format_error(error, None)).rstrip()]
+    if not isinstance(error, SystemExit):
+        return error
+    exitcode = error.code if isinstance(error.code, int) else 1
+    if end_of(outcome) is End.STOPPED:
+        exitcode = -signal.SIGTERM
+    why = f"SystemExit({error.code!r})"
+    return _worker_error(outcome.rank, outcome.host, exitcode, why=why)
 
 
-def _worker_error(rank: int, host: str, exitcode: int, *, why: str) -> WorkerError:
-    name = _signal_name(exitcode)
-    fix = _FIX_BY_SIGNAL.get(
-        name or "", "raise an exception instead, so that its reason can be shown here"
-    )
-    error = WorkerError(f"rank {rank} on {host} {_describe_exit(exitcode)}", why=why, fix=fix)
-    error.exitcode, error.signal_name = exitcode, name
-    return error
-
-
-def _signal_name(exitcode: int) -> str | None:
-    known = {each.value: each.name for each in signal.Signals}
-    return known.get(-exitcode, f"signal {-exitcode}") if exitcode < 0 else None
-
-
-def _describe_exit(exitcode: int) -> str:
-    name = _signal_name(exitcode)
-    return f"was ended by {name}" if name else f"ended with exit code {exitcode}"
+def _describe_other_ranks(outcomes: Sequence[Outcome], cause: Outcome, world_size: int) -> str:
+    """Say in one line how the ranks beside the cause have ended; the same text is said once."""
+    # Ranks that were stopped in another collective than that of the cause: their lines tell why.
+    names_lines = isinstance(cause.error, SyncError) and not cause.traceback
+    outcome_of_rank = {outcome.rank: outcome for outcome in outcomes}
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        if rank != cause.rank:
+            text = _describe_rank(outcome_of_rank.get(rank), names_lines=names_lines)
+            ranks_by_text.setdefault(text, []).append(rank)
+    if not ranks_by_text:
+        return "no other rank exists"
+    entries = [f"{list_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    return f"the others: {'; '.join(entries)}"
 
 
 def _describe_rank(outcome: Outcome | None, *, names_lines: bool) -> str:
-    """Describe in a few words how a rank other than the root cause ended."""
-    line = call_site_in(outcome.traceback) if outcome is not None else ""
-    if outcome is None or was_stopped(outcome):
-        return "stopped" + (f" at {line}" if line and names_lines else "")
+    """Describe in a few words how a rank other than the cause has ended.
+
+    Args:
+        outcome: its outcome; None: the launcher has stopped it before it could write one.
+        names_lines: whether to name the line at which it was stopped.
+    """
+    if outcome is None:
+        return "stopped"
     error = outcome.error
-    if error is None:
-        return "had returned"
-    if isinstance(error, WorkerError) and error.exitcode is not None:
-        return _describe_exit(error.exitcode)
-    if _is_connection_loss(outcome):
-        return "lost the connection" + (f" at {line}" if line else "")
+    line = call_site_in(outcome.traceback)
+    at_line = f" at {line}" if line else ""
+    match end_of(outcome):
+        case End.RETURNED:
+            return "had returned"
+        case End.STOPPED:
+            return "stopped" + at_line if names_lines else "stopped"
+        case End.LOST_CONNECTION:
+            return "lost the connection" + at_line
+        case End.DIED:
+            assert isinstance(error, WorkerError)
+            assert error.exitcode is not None
+            return _describe_exit(error.exitcode)
+    assert error is not None
     return _one_line(error)
 
 
+def _worker_error(rank: int, host: str, exitcode: int, *, why: str) -> WorkerError:
+    signal_name = _signal_name(exitcode)
+    fix = "raise an exception instead, so that its reason can be shown here"
+    if signal_name in _FIX_BY_SIGNAL:
+        fix = _FIX_BY_SIGNAL[signal_name]
+    error = WorkerError(f"rank {rank} on {host} {_describe_exit(exitcode)}", why=why, fix=fix)
+    error.exitcode = exitcode
+    error.signal_name = signal_name
+    return error
+
+
+def _describe_exit(exitcode: int) -> str:
+    signal_name = _signal_name(exitcode)
+    if signal_name is not None:
+        return f"was ended by {signal_name}"
+    return f"ended with exit code {exitcode}"
+
+
+def _signal_name(exitcode: int) -> str | None:
+    """Return the name of the signal that has ended a process; None: it has exited by itself."""
+    if exitcode >= 0:
+        return None
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:  # a real-time signal
+        return f"signal {-exitcode}"
+
+
 def _one_line(error: BaseException) -> str:
+    """Return the type of an error, and the beginning of the first line of its text."""
+    name = type(error).__name__
     reason = error_text(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {reason[:120]}" if reason else type(error).__name__
-
-
-def _group_ranks(texts: dict[int, str]) -> str:
-    """Join the texts of all ranks into one line; ranks with the same text share an entry."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{list_ranks(each)}: {text}" for text, each in ranks.items())
+    return f"{name}: {reason[:_MAX_REASON]}" if reason else name

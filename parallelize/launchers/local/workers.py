@@ -21,7 +21,7 @@ from parallelize.call.outcome import Outcome
 from parallelize.cluster.world import World
 from parallelize.errors import LaunchError
 from parallelize.hang_detection.stack_frames import call_site_in
-from parallelize.launchers.failures import ended
+from parallelize.launchers.failures import outcome_of_dead_worker
 from parallelize.launchers.local.fork_server import (
     EndWorkers,
     InterruptWorkers,
@@ -271,7 +271,9 @@ class Workers:
         """Return outcomes of the workers that have ended without returning, if not with one of these exit codes."""
         host, now = socket.gethostname(), time.time()
         failed = [
-            ended(rank, host, pid, exitcode, seen_at=now, output=read_output(self._output, rank))
+            outcome_of_dead_worker(
+                rank, host, pid, exitcode, seen_at=now, output=read_output(self._output, rank)
+            )
             for rank, pid, exitcode in zip(self._ranks, self._pids, self._exitcodes, strict=False)
             if exitcode is not None and exitcode not in ignored and not self._has_returned(rank)
         ]

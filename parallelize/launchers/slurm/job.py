@@ -6,9 +6,21 @@ The folder of a submission is on a file system that the login node and the job's
         job.sh, rank.sh       the scripts
         call.0, call.1, ...   the calls: one, or one per element of a job array
         12_0.log              output of job 12_0, also of its requeues
-        12_0.1/               what the ranks write after the first requeue; stop in it asks them to stop
-        result.12_0           exit code, number of ranks and last folder, once the job will not be requeued
+        12_0.1/               what the ranks write after the first requeue; stop in it asks them to
+                              stop
+        result.12_0           exit code, number of ranks and last folder, once the job will not be
+                              requeued
     <folder>/12               link to the submission, by job ID
+
+The life of a job, as `result` sees it:
+
+    PENDING ──> RUNNING ──> the script writes result.<id>      result returns, or raises what a rank
+       ^           │                                           has raised
+       └─ requeue ─┘
+
+    an end state, and no result     the script was killed: WorkerError, as soon as a network file
+                                    system must have shown a result
+    UNREACHABLE                     Slurm's controller does not answer: result waits
 """
 
 from __future__ import annotations
@@ -28,7 +40,7 @@ from parallelize.call.outcome import Outcome
 from parallelize.cluster.launcher_variables import without_launcher
 from parallelize.errors import ConfigError, LaunchError, WorkerError, add_note
 from parallelize.launchers.batch_launcher import BatchJob
-from parallelize.launchers.failures import caller_exception, ended, is_cause
+from parallelize.launchers.failures import caller_exception, is_cause, outcome_of_dead_worker
 from parallelize.launchers.output import OutputTail, read_output
 from parallelize.worker.main import outcome_paths
 
@@ -36,20 +48,22 @@ R = TypeVar("R")
 
 _COMMAND_TIMEOUT_S = 60.0
 _POLL_EVERY_S = 0.2
-_QUERY_EVERY_S = 2.0  # each query puts load on the cluster's controller
-_RESULT_DELAY_S = (
-    15.0  # a network file system may show a result later than Slurm shows the end of its job
-)
+# Each query puts load on the cluster's controller.
+_QUERY_EVERY_S = 2.0
+# A network file system may show a result later than Slurm shows the end of its job.
+_RESULT_DELAY_S = 15.0
 _TAIL_LINES = 20
 
-# Variables that Slurm sets in a job. `sbatch` and `srun` would read most of them as options of the new job.
+# Variables that Slurm sets in a job. `sbatch` and `srun` would read most of them as options of the
+# new job.
 _JOB_VARIABLE = re.compile(r"(SLURM_(?!CONF$)|SLURMD_|SBATCH_|SRUN_)")
 # State that ends a job, before any rank can say why -> what to do.
 _FIX_BY_STATE = {
     "CANCELLED": "submit it again",
     "NODE_FAIL": "a node failed: submit it again without that node: sbatch={'exclude': '<node>'}",
     "OUT_OF_MEMORY": "request more with mem=, or use less",
-    "TIMEOUT": "request more with time=, or return when should_stop() is true: the job is then requeued",
+    "TIMEOUT": "request more with time=, or return when should_stop() is true: the job is then "
+    "requeued",
 }
 _END_STATES = {
     *_FIX_BY_STATE,
@@ -66,37 +80,33 @@ _END_STATES = {
 def query_state(job_id: str) -> str:
     """Return the state of a job, "12" or "12_3", with Slurm's reason, as in "PENDING (Resources)".
 
-    "UNKNOWN": Slurm answers, and has no record of the job any more. "UNREACHABLE (...)": Slurm does not answer.
+    squeue is asked first: sacct lags behind, and may still report the attempt before a requeue.
+    sacct shows an ended job for longer, but needs accounting, which not every cluster has.
 
-    squeue is asked first: sacct lags behind, and may still report the attempt before a requeue. sacct shows an ended
-    job for longer, but needs accounting, which not every cluster has.
+    Returns:
+        "UNKNOWN": Slurm answers, and has no record of the job any more. "UNREACHABLE (...)": Slurm
+        does not answer.
 
     Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
     """
+    squeue = ("squeue", "--noheader", "--array", "--states=all", "--format=%T (%r)")
+    sacct = ("sacct", "--allocations", "--noheader", "--parsable2", "--format=State")
     try:
-        found = _run(
-            "squeue",
-            "--noheader",
-            "--array",
-            "--states=all",
-            "--format=%T (%r)",
-            f"--jobs={job_id}",
-        )
-        if found.returncode and "Invalid job id" not in found.stderr:
-            return f"UNREACHABLE ({found.stderr.strip()})"
+        answer = _run(*squeue, f"--jobs={job_id}")
     except LaunchError as error:
         return f"UNREACHABLE ({error.faults[0].what})"
-    if not found.stdout.strip():
+    if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+        return f"UNREACHABLE ({answer.stderr.strip()})"
+    if not answer.stdout.strip():
         with contextlib.suppress(LaunchError):
-            found = _run(
-                "sacct",
-                "--allocations",
-                "--noheader",
-                "--parsable2",
-                "--format=State",
-                f"--jobs={job_id}",
-            )
-    return found.stdout.partition("\n")[0].strip().removesuffix(" (None)") or "UNKNOWN"
+            answer = _run(*sacct, f"--jobs={job_id}")
+    first_line = answer.stdout.partition("\n")[0].strip()
+    return first_line.removesuffix(" (None)") or "UNKNOWN"
+
+
+def _name_of_state(state: str) -> str:
+    """Return PENDING of "PENDING (Resources)", and CANCELLED of "CANCELLED by 1000"."""
+    return state.partition(" ")[0]
 
 
 def submit_script(script: Path, *options: str, environ: Mapping[str, str]) -> str:
@@ -106,17 +116,18 @@ def submit_script(script: Path, *options: str, environ: Mapping[str, str]) -> st
         LaunchError: sbatch is not installed, or does not end in time.
         ConfigError: Slurm refuses the job; the error contains its message.
     """
-    done = _run(
-        "sbatch", "--parsable", *options, str(script), environ=without_job_variables(environ)
-    )
-    if done.returncode != 0:
-        message = done.stderr.strip().removeprefix("sbatch: error: ")
+    command = ("sbatch", "--parsable", *options, str(script))
+    answer = _run(*command, environ=without_job_variables(environ))
+    if answer.returncode != 0:
+        message = answer.stderr.strip().removeprefix("sbatch: error: ")
         raise ConfigError(
             f"Slurm refuses the job script {script}",
-            why=message or f"sbatch ended with exit code {done.returncode}",
-            fix="correct the options of SlurmLauncher; `sinfo` lists partitions, `sacctmgr show assoc` accounts",
+            why=message or f"sbatch ended with exit code {answer.returncode}",
+            fix="correct the options of SlurmLauncher; `sinfo` lists partitions, "
+            "`sacctmgr show assoc` accounts",
         )
-    return done.stdout.strip().partition(";")[0]  # "12;cluster" if there are several clusters
+    # It is "12;cluster" if there are several clusters.
+    return answer.stdout.strip().partition(";")[0]
 
 
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -137,19 +148,63 @@ def _run(
             timeout=_COMMAND_TIMEOUT_S,
             env=environ,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must not interrupt a submission
+            # Ctrl-C must not interrupt a submission.
+            start_new_session=True,
         )
     except FileNotFoundError:
-        what = f"this machine has no {command[0]!r}"
-        fix = "run it on a login node of the cluster, or write the job with sbatch_script() and copy it there"
         raise LaunchError(
-            what, why="the Slurm launcher runs Slurm's own commands", fix=fix
+            f"this machine has no {command[0]!r}",
+            why="the Slurm launcher runs Slurm's own commands",
+            fix="run it on a login node of the cluster, or write the job with sbatch_script() and "
+            "copy it there",
         ) from None
     except subprocess.TimeoutExpired:
-        what = f"`{' '.join(command)}` did not end within {_COMMAND_TIMEOUT_S:g} s"
         raise LaunchError(
-            what, why="Slurm's controller is busy or down", fix="try it again later"
+            f"`{' '.join(command)}` did not end within {_COMMAND_TIMEOUT_S:g} s",
+            why="Slurm's controller is busy or down",
+            fix="try it again later",
         ) from None
+
+
+class _Watch:
+    """Asks Slurm for the state of a job, and not more often than every _QUERY_EVERY_S seconds.
+
+    Args:
+        job_id: Slurm's job ID.
+
+    Attributes:
+        state: the latest state; "": it was not asked for yet.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        self.state = ""
+        self._job_id = job_id
+        self._queried_at_s = float("-inf")
+        self._seen_alive_at_s = time.monotonic()
+
+    def query(self) -> bool:
+        """Ask Slurm, if it is time to; return whether the state has changed."""
+        now_s = time.monotonic()
+        has_changed = False
+        if now_s - self._queried_at_s > _QUERY_EVERY_S:
+            state = query_state(self._job_id)
+            has_changed = state != self.state
+            self.state = state
+            self._queried_at_s = now_s
+        if not self._is_at_end():
+            self._seen_alive_at_s = now_s
+        return has_changed
+
+    def is_late(self) -> bool:
+        """Whether the job has ended for so long that a result would have been seen."""
+        delay_s = _RESULT_DELAY_S
+        if _name_of_state(self.state) in _FIX_BY_STATE:
+            # Slurm has killed the script, so it has written no result.
+            delay_s = _QUERY_EVERY_S
+        return self._is_at_end() and time.monotonic() - self._seen_alive_at_s > delay_s
+
+    def _is_at_end(self) -> bool:
+        return _name_of_state(self.state) in _END_STATES
 
 
 class Job(BatchJob[R]):
@@ -160,7 +215,7 @@ class Job(BatchJob[R]):
     Args:
         job_id: Slurm's job ID, "12", or "12_3" for an element of an array.
         folder: folder of the submission.
-        all_ranks: whether `result` returns the list of all ranks' values instead of rank 0's value.
+        all_ranks: whether `result` returns the list of all ranks' values instead of rank 0's.
     """
 
     def __init__(self, job_id: str, folder: Path, *, all_ranks: bool = False) -> None:
@@ -174,7 +229,8 @@ class Job(BatchJob[R]):
 
         Args:
             job_id: Slurm's job ID.
-            folder: `folder=` of the launcher, or the folder beside a script written by `sbatch_script`.
+            folder: `folder=` of the launcher, or the folder beside a script written by
+                `sbatch_script`.
 
         Raises:
             LaunchError: the folder contains no such job.
@@ -186,7 +242,8 @@ class Job(BatchJob[R]):
         raise LaunchError(
             f"no job {job_id} in {parent}",
             why="the launcher's folder contains a link for each submitted job, named by its ID",
-            fix="pass the folder= of the launcher that submitted it, or the folder beside the job script",
+            fix="pass the folder= of the launcher that submitted it, or the folder beside the job "
+            "script",
         )
 
     def __repr__(self) -> str:
@@ -199,22 +256,27 @@ class Job(BatchJob[R]):
 
     @property
     def state(self) -> str:
-        """Slurm's name of the job's state, such as "PENDING"; "UNREACHABLE" while Slurm's controller does not answer.
+        """Slurm's name of the job's state, such as "PENDING".
 
-        Once Slurm has no record of the job, the state is inferred from its result; "UNKNOWN" without one.
+        It is "UNREACHABLE" while Slurm's controller does not answer. Once Slurm has no record of
+        the job, the state is inferred from its result, and is "UNKNOWN" without one.
         """
-        name, found = query_state(self.id).split()[0], self._read_result()
-        return (
-            name
-            if name != "UNKNOWN" or found is None
-            else "COMPLETED"
-            if isinstance(found, list)
-            else "FAILED"
-        )
+        name = _name_of_state(query_state(self.id))
+        if name != "UNKNOWN":
+            return name
+        match self._read_result():
+            case None:
+                return "UNKNOWN"
+            case list():
+                return "COMPLETED"
+            case _:
+                return "FAILED"
 
     def done(self) -> bool:
         """Return whether the job has a result or has ended without one."""
-        return self._read_result() is not None or query_state(self.id).split()[0] in _END_STATES
+        if self._read_result() is not None:
+            return True
+        return _name_of_state(query_state(self.id)) in _END_STATES
 
     def logs(self) -> str:
         """Return the job's output so far, of all nodes and attempts."""
@@ -226,16 +288,16 @@ class Job(BatchJob[R]):
         Raises:
             LaunchError: scancel failed.
         """
-        done = _run("scancel", self.id)
-        if done.returncode != 0:
+        answer = _run("scancel", self.id)
+        if answer.returncode != 0:
             raise LaunchError(
                 f"`scancel {self.id}` failed",
-                why=done.stderr.strip() or f"exit code {done.returncode}",
+                why=answer.stderr.strip() or f"exit code {answer.returncode}",
                 fix="run it by hand; `squeue` shows the job",
             )
 
     def follow(self) -> list[Outcome]:
-        """Wait for the job while showing its state on stderr and its output on stdout; return its outcomes.
+        """Wait for the outcomes of the job; show its state on stderr, and its output on stdout.
 
         The first Ctrl-C prints how to cancel the job and keeps waiting; the second cancels it.
 
@@ -247,8 +309,10 @@ class Job(BatchJob[R]):
             try:
                 return self._wait(shows=True)
             except KeyboardInterrupt:  # from here on, a second Ctrl-C cancels the job
-                how = f"`scancel {self.id}` or Ctrl-C again cancels it"
-                self._tell(f"continues without this process; {how}")
+                self._tell(
+                    "continues without this process; "
+                    f"`scancel {self.id}` or Ctrl-C again cancels it"
+                )
                 return self._wait(shows=True)
         except KeyboardInterrupt:
             self.cancel()
@@ -258,80 +322,108 @@ class Job(BatchJob[R]):
             self._tail.forward(is_last=True)
 
     def _wait(self, timeout_s: float | None = None, *, shows: bool = False) -> list[Outcome]:
-        """Wait for the outcomes of all ranks, or of rank 0, and return them. Raises the same errors as `result`."""
-        state, queried_at, alive_at = "", float("-inf"), time.monotonic()
-        end = float("inf") if timeout_s is None else alive_at + timeout_s
-        while (found := self._read_result()) is None:
-            now = time.monotonic()
-            if now > end:
+        """Wait for the outcomes of all ranks, or of rank 0, and return them.
+
+        Args:
+            timeout_s: as for `result`.
+            shows: whether to show each state and the output.
+
+        Raises:
+            BaseException: as `result` does.
+        """
+        end_s = float("inf")
+        if timeout_s is not None:
+            end_s = time.monotonic() + timeout_s
+        watch = _Watch(self.id)
+        while (result := self._read_result()) is None:
+            if time.monotonic() > end_s:
                 raise TimeoutError(
                     f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}"
                 )
-            if now - queried_at > _QUERY_EVERY_S:
-                last, state, queried_at = state, query_state(self.id), now
-                if state != last and (shows or state.startswith("UNREACHABLE")):
-                    self._tell(state)
-            name = state.split()[0]
-            if name not in _END_STATES:
-                alive_at = now
-            elif now - alive_at > (_QUERY_EVERY_S if name in _FIX_BY_STATE else _RESULT_DELAY_S):
-                what = f"job {self.id} " + (
-                    "is unknown to Slurm" if name == "UNKNOWN" else f"ended as {state}"
-                )
-                why, fix = (
-                    "none of its processes says why",
-                    _FIX_BY_STATE.get(name, "see its output"),
-                )
-                found = WorkerError(f"{what} and left no result", why=why, fix=fix)
+            if watch.query() and (shows or watch.state.startswith("UNREACHABLE")):
+                self._tell(watch.state)
+            if watch.is_late():
+                result = self._error_without_result(watch.state)
                 break
             if shows:
                 self._tail.forward(is_last=False)
             time.sleep(_POLL_EVERY_S)
-        if isinstance(found, list):
-            return found
-        tail = "\n".join(self.logs().splitlines()[-_TAIL_LINES:])
-        add_note(
-            found,
-            f"Slurm job {self.id}; its output is in {self.log}"
-            + (tail and f" and ends with:\n{tail}"),
+        if isinstance(result, list):
+            return result
+        note = f"Slurm job {self.id}; its output is in {self.log}"
+        last_lines = "\n".join(self.logs().splitlines()[-_TAIL_LINES:])
+        if last_lines:
+            note += f" and ends with:\n{last_lines}"
+        add_note(result, note)
+        raise result
+
+    def _error_without_result(self, state: str) -> WorkerError:
+        name = _name_of_state(state)
+        end = f"ended as {state}"
+        if name == "UNKNOWN":
+            end = "is unknown to Slurm"
+        return WorkerError(
+            f"job {self.id} {end} and left no result",
+            why="none of its processes says why",
+            fix=_FIX_BY_STATE.get(name, "see its output"),
         )
-        raise found
 
     def _tell(self, text: str) -> None:
         sys.stderr.write(f"slurm job {self.id}: {text}\n")
         sys.stderr.flush()
 
     def _read_result(self) -> list[Outcome] | BaseException | None:
-        """Return the outcomes, or the exception of the first rank to fail; None: not known, or no rank says why."""
+        """Return the outcomes, or the exception of the first rank to fail.
+
+        Returns:
+            None: there is no result yet, or no rank says why the job has failed.
+        """
         with contextlib.suppress(OSError):
-            list(self._folder.iterdir())  # refreshes the directory cache of a network file system
+            # Refreshes what a network file system remembers of the folder.
+            list(self._folder.iterdir())
         path = self._folder / f"result.{self.id}"
         if not path.exists():
             return None
-        code, size, run = json.loads(path.read_text())
-        if code:
-            return _failure(self._folder / run, size)
-        ranks = range(size if self._all_ranks else 1)
-        return [Outcome.read(outcome_paths(self._folder / run, rank)[0]) for rank in ranks]
+        exit_code, number_of_ranks, name_of_run = json.loads(path.read_text())
+        run = self._folder / name_of_run
+        if exit_code != 0:
+            return _failure(run, number_of_ranks)
+        outcomes = []
+        for rank in range(number_of_ranks if self._all_ranks else 1):
+            path_of_value, _ = outcome_paths(run, rank)
+            outcomes.append(Outcome.read(path_of_value))
+        return outcomes
 
 
-def _failure(run: Path, size: int) -> BaseException | None:
-    """Return the exception of the first rank to fail; None: the ranks were stopped, or lost each other.
+def _failure(run: Path, number_of_ranks: int) -> BaseException | None:
+    """Return the exception of the first rank to fail.
 
     Args:
         run: folder in which the ranks have written.
-        size: number of ranks.
+        number_of_ranks: number of ranks.
+
+    Returns:
+        None: the ranks were stopped, or lost each other.
     """
     outcomes = []
-    for rank in range(size):
-        outcome, exited = (
-            next(filter(Path.exists, outcome_paths(run, rank)), None),
-            run / f"exit.{rank}",
-        )
+    for rank in range(number_of_ranks):
+        outcome = _outcome_of(run, rank)
         if outcome is not None:
-            outcomes.append(Outcome.read(outcome))
-        elif exited.exists():
-            found = json.loads(exited.read_text())
-            if found["exitcode"] != -signal.SIGTERM:  # it was stopped before it could handle it
-                outcomes.append(ended(**found, output=read_output(run, rank)))
-    return caller_exception(outcomes, world_size=size) if any(map(is_cause, outcomes)) else None
+            outcomes.append(outcome)
+    if not any(map(is_cause, outcomes)):
+        return None
+    return caller_exception(outcomes, world_size=number_of_ranks)
+
+
+def _outcome_of(run: Path, rank: int) -> Outcome | None:
+    """Return what a rank has written, or how its process has ended; None: it was stopped."""
+    for path in outcome_paths(run, rank):
+        if path.exists():
+            return Outcome.read(path)
+    path_of_exit = run / f"exit.{rank}"
+    if not path_of_exit.exists():
+        return None
+    process = json.loads(path_of_exit.read_text())
+    if process["exitcode"] == -signal.SIGTERM:  # it was stopped before it could handle it
+        return None
+    return outcome_of_dead_worker(**process, output=read_output(run, rank))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallelize.call.outcome import Outcome
 from parallelize.errors import SyncError, WorkerError
-from parallelize.launchers.failures import caller_exception, ended, was_stopped
+from parallelize.launchers.failures import End, caller_exception, end_of, is_cause, outcome_of_dead_worker
 from parallelize.launchers.output import read_output
 
 GLOO = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -34,7 +34,7 @@ def stopped(rank: int, at: float) -> Outcome:
 
 
 def exited(rank: int, at: float, exitcode: int = -9, output: tuple[str, str] = ("", "")) -> Outcome:
-    return ended(rank, f"host{rank}", 100 + rank, exitcode, seen_at=at, output=output)
+    return outcome_of_dead_worker(rank, f"host{rank}", 100 + rank, exitcode, seen_at=at, output=output)
 
 
 def error_of(*outcomes: Outcome, world_size: int = 4) -> BaseException:
@@ -51,6 +51,42 @@ def test_the_earliest_exception_wins(order: list[int]) -> None:
 
 def secondary(rank: int, at: float) -> Outcome:
     return raised(rank, at, SyncError("save failed on rank 0", why="it writes", fix="see it", is_secondary=True))
+
+
+EXPLAINED = SyncError("rank 1 has left", why="b", fix="c")
+# The table in the docstring of parallelize/launchers/failures.py.
+ENDS = [
+    (Outcome(0, "host0", 100, value=1), End.RETURNED, False),
+    (stopped(0, 1.0), End.STOPPED, False),
+    (lost_connection(0, 1.0, GLOO), End.LOST_CONNECTION, False),
+    (lost_connection(0, 1.0, NCCL), End.LOST_CONNECTION, False),
+    (
+        raised(0, 1.0, ValueError("in hook"), f"Traceback ...\n{GLOO}\n\nValueError: in hook"),
+        End.LOST_CONNECTION,
+        False,
+    ),
+    (secondary(0, 1.0), End.REPEATED, False),
+    (exited(0, 1.0), End.DIED, True),
+    (exited(0, 1.0, exitcode=0), End.DIED, True),
+    (exited(0, 1.0, exitcode=-signal.SIGTERM), End.DIED, True),
+    (raised(0, 1.0, SystemExit(3)), End.RAISED, True),
+    (raised(0, 1.0, KeyboardInterrupt()), End.RAISED, True),
+    (raised(0, 1.0, EXPLAINED, f"Traceback ...\n{GLOO}\n\nTraceback ...\n"), End.RAISED, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "end", "causes"), ENDS, ids=[f"{end.name}-{n}" for n, (_, end, _) in enumerate(ENDS)]
+)
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_how_a_rank_has_ended_decides_whether_it_is_the_cause(
+    outcome: Outcome, end: End, *, causes: bool, is_earlier: bool
+) -> None:
+    """Beside an exception of another rank, only what has failed by itself, and earlier, is raised in the caller."""
+    assert (end_of(outcome), is_cause(outcome)) == (end, causes)
+    exception = raised(1, 2.0 if is_earlier else 0.5)
+    error = error_of(outcome, exception)
+    assert (error is not exception.error) == (causes and is_earlier)
 
 
 @pytest.mark.parametrize("line", [GLOO, NCCL])
@@ -94,7 +130,6 @@ def test_exits_are_worker_errors() -> None:
     assert isinstance(error, WorkerError)
     assert error.exitcode == 3
     assert error_of(raised(0, 1.0, SystemExit("bye"))).exitcode == 1
-    assert not was_stopped(raised(0, 1.0, SystemExit(3)))
     error = error_of(lost_connection(0, 2.0), stopped(1, 1.0), stopped(2, 2.5))
     assert (error.rank, error.signal_name) == (1, "SIGTERM")
 
