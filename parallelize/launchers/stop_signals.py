@@ -1,4 +1,11 @@
-"""Ctrl-C, SIGTERM and other signals that stop a program while its workers run: the workers are ended first."""
+"""Ctrl-C, SIGTERM and other signals that stop a program while its workers run.
+
+a stop signal           the workers are ended, and the caller's handlers are restored. Then the
+                        signal is delivered again, so that the caller's handler runs.
+the first Ctrl-C, if    the workers are interrupted, and the call goes on. If they return, the
+they can return         caller gets what they have trained, and then the signal.
+further signals         are ignored while the workers are ended
+"""
 
 from __future__ import annotations
 
@@ -19,14 +26,16 @@ class StopRequested(BaseException):
 
 
 class StopSignals:
-    """Handles SIGTERM, Ctrl-C etc. while workers run: the workers are ended first, then the caller's handler runs.
+    """Handles stop signals while workers run.
 
-    Python allows signal handlers in the main thread only: in another thread this class does nothing.
+    Python allows signal handlers in the main thread only: in another thread this class does
+    nothing.
 
     Attributes:
-        interrupt: interrupts the workers, which may then return: what the first Ctrl-C does; None: it ends them.
-        is_interrupted: whether Ctrl-C has interrupted the workers. If they return, the caller gets what they have
-            trained first, and then the signal, by `Outcome.is_interrupted`.
+        interrupt: interrupts the workers, which may then return: what the first Ctrl-C does; None:
+            it ends them.
+        is_interrupted: whether Ctrl-C has interrupted the workers. If they return, the caller gets
+            the signal by `Outcome.is_interrupted`.
     """
 
     def __init__(self) -> None:
@@ -37,18 +46,15 @@ class StopSignals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[StopSignals]:
-        """Install our handlers for the block; then restore the caller's handlers and deliver a signal that arrived.
+        """Handle stop signals in the block; after it, deliver the one that has arrived.
 
         Raises:
-            LaunchError: a stop signal arrived, and the caller's handler returned instead of raising.
+            LaunchError: a stop signal arrived, and the caller's handler returned instead of
+                raising.
         """
-        if threading.current_thread() is threading.main_thread():
-            self._callers_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
-            for number, handler in self._callers_handlers.items():
-                signal.signal(
-                    number, handler if handler == signal.SIG_IGN else self.stop
-                )  # SIG_IGN: by nohup
         try:
+            if threading.current_thread() is threading.main_thread():
+                self._install_handlers()
             yield self
             if self.is_interrupted:
                 self._stopped_by = None
@@ -61,27 +67,42 @@ class StopSignals:
         if self._stopped_by is not None:
             self._deliver(self._stopped_by)
 
+    def _install_handlers(self) -> None:
+        """Note the caller's handlers, and replace those of signals that the caller does not ignore.
+
+        A program ignores SIGHUP if it was started by nohup.
+        """
+        for number in _STOP_SIGNALS:
+            handler = signal.getsignal(number)
+            self._callers_handlers[number] = handler
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self.stop)
+
     def stop(self, number: int, _frame: FrameType | None = None) -> None:
-        """Do what a stop signal does."""
+        """Do what a stop signal does.
+
+        Raises:
+            StopRequested: the workers are to be ended.
+        """
         self._stopped_by = number
         if number == signal.SIGINT and self.interrupt is not None and not self.is_interrupted:
             self.is_interrupted = True
             self.interrupt()
             return
-        for each in self._callers_handlers:
-            signal.signal(
-                each, signal.SIG_IGN
-            )  # ignore further signals while the workers are ended
+        for handled_number in self._callers_handlers:
+            signal.signal(handled_number, signal.SIG_IGN)
         raise StopRequested
 
     def _deliver(self, number: int) -> None:
         try:
             signal.raise_signal(number)
         except BaseException as raised:
-            raised.__suppress_context__ = True  # our frames
+            # Its traceback would begin with the frames of this library.
+            raised.__suppress_context__ = True
             raise
         raise LaunchError(
             f"stopped by {signal.Signals(number).name}",
-            why="this process's own handler of the signal returned, after the workers had been stopped",
+            why="this process's own handler of the signal returned, after the workers had been "
+            "stopped",
             fix="raise an exception in that handler to end the program, or call the function again",
         )

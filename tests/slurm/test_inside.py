@@ -95,7 +95,7 @@ def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
         f"{torchrun} {script} '{{}}'",
     ]
     (tmp_path / "job.sh").write_text("\n".join(lines))
-    state = cluster.sbatch(f"--output={tmp_path}/log", str(tmp_path / "job.sh"))
+    state = cluster.sbatch(f"--output={tmp_path}/log", str(tmp_path / "job.sh"), timeout_s=250)
     text = (tmp_path / "log").read_text()
     result = [json.loads(line) for line in text.splitlines() if line.startswith(('["', "[1.0"))]
     assert len(result) == 7, text

@@ -151,4 +151,6 @@ def test_a_job_resumes_after_its_time_limit(cluster: Cluster, tmp_path: Path) ->
     job = counting(tmp_path, processes=2, **options).submit(str(tmp_path), steps=90, pause_s=1.0)
     value = job.result(timeout_s=500)
     assert int(value["attempt"]) >= 1
-    assert value["starts"] == sorted(set(value["starts"]))
+    # On a busy machine, an attempt may be stopped before its first step.
+    assert value["starts"] == sorted(value["starts"])
+    assert value["starts"][-1] > 0

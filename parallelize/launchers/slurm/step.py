@@ -1,8 +1,9 @@
 """The program of one rank, which srun starts: `python -m parallelize.launchers.slurm.step FOLDER`.
 
-FOLDER/task, setup      the call                                                         write_call
-FOLDER/outcome.<rank>   its value: whatever ends the process later loses nothing        worker.main
+FOLDER/task, setup      the call, which the caller has written by `write_call`
+FOLDER/outcome.<rank>   its value: whatever ends the process later loses nothing
 FOLDER/error.<rank>     what it has raised
+FOLDER/exit.<rank>      how its process has ended without either of them, by script.py
 FOLDER/rank<rank>.out   output of a rank that is not shown, and .err
 """
 
@@ -22,7 +23,9 @@ from parallelize.worker.main import WorkerSetup, run, task_path
 
 
 def write_call(task: Task, folder: Path) -> None:
-    """Write what ranks need to make the call to a folder that only this user can access, since they unpickle it.
+    """Write what ranks need to make the call to a folder that only this user can access.
+
+    The ranks unpickle it: whoever could write there would run code as this user.
 
     Raises:
         ConfigError: an argument cannot be pickled.
@@ -34,9 +37,11 @@ def write_call(task: Task, folder: Path) -> None:
 
 
 def _main(folder: Path) -> None:
-    os.setsid()  # a process group, so that all processes started from here can be killed together
+    # A process group of its own, so that all processes started from here can be killed together.
+    os.setsid()
     setup = pickle.loads((folder / "setup").read_bytes())
-    sys.modules["__main__"] = types.ModuleType("__main__")  # gets the names of the caller's script
+    # The module that gets the names of the caller's script.
+    sys.modules["__main__"] = types.ModuleType("__main__")
     world = detect(os.environ) or World()
     setup = dataclasses.replace(setup, folder=str(folder), environ=dict(os.environ))
     run(setup, world, files=None)
