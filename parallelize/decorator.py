@@ -12,10 +12,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import wrapt
-from typing_extensions import Unpack
 
 from parallelize.call.pickling import check_is_plain_function, is_importable
 from parallelize.call.returned import restore, unreturned_warning

@@ -98,7 +98,7 @@ class MissingDependencyError(ParallelizeError, ImportError):
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, also on Python 3.10, or of a class that refuses notes, as frozen dataclasses do."""
+    """Add a note to an exception, also of a class that refuses notes, as frozen dataclasses do."""
     notes = vars(error).get("__notes__")
     vars(error)["__notes__"] = [*(notes if isinstance(notes, list) else []), text]
 

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.backends.cuda
@@ -16,7 +16,6 @@ import torch.cuda.graphs
 import torch.cuda.nccl
 import torch.cuda.streams
 import torch.version
-from typing_extensions import Self
 
 __all__ = ["install", "registered_bytes"]
 

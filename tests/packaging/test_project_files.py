@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ WORKFLOW = ROOT / ".github/workflows/ci.yml"
 
 @pytest.fixture(scope="module")
 def pyproject() -> dict[str, Any]:
-    parser = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # pytest depends on it
-    return parser.loads((ROOT / "pyproject.toml").read_text())
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_python_that_is_declared_is_tested(pyproject: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ def test_the_wheel(built: Built, tmp_path: Path) -> None:
     metadata = email.message_from_bytes(files[f"parallelize-{parallelize.__version__}.dist-info/METADATA"])
     assert metadata["Version"] == parallelize.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["Author"]
 
     assert built.run("parallelize", "--version", folder=tmp_path) == f"parallelize {parallelize.__version__}\n"

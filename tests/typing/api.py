@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import assert_type
 
 import parallelize
 from parallelize import Amp, ConfigError, DDPBackend, Job, distributed, parallel_model, shard_loader

@@ -48,7 +48,7 @@ def equal(a, b):
     return type(a) is type(b) and a == b
 
 
-class Phase(str, enum.Enum):
+class Phase(str, enum.Enum):  # noqa: UP042 - str() of a StrEnum's member returns its value
     """str() of a member returns its qualified name."""
 
     WARM = "warm"

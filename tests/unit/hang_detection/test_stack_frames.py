@@ -22,11 +22,6 @@ def test_printed_tracebacks_are_parsed_in_both_orders() -> None:
     assert [call_site_in(text) for text in (printed, dumped, "")] == ["train.py:4", "train.py:9", ""]
 
 
-needs_names_of_packages = pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="Python 3.10 knows no packages of wheels without top_level.txt, as of execnet"
-)
-
-
 @pytest.fixture
 def ended() -> Iterator[threading.Event]:
     event = threading.Event()
@@ -41,7 +36,6 @@ def wait(ended: threading.Event) -> None:
     ended.wait()
 
 
-@needs_names_of_packages
 def test_a_thread_in_the_users_code_is_active(ended: threading.Event) -> None:
     """It could make a call that the main thread does not make."""
     assert not has_other_active_threads(threading.get_ident())
@@ -57,7 +51,6 @@ def test_a_timer_is_active(ended: threading.Event) -> None:
     timer.cancel()
 
 
-@needs_names_of_packages
 @pytest.mark.parametrize("uses_torch", [False, True])
 def test_a_thread_of_an_installed_library_is_told_by_its_module(
     uses_torch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: threading.Event
