@@ -58,9 +58,9 @@ Sources = Mapping[str, str]
 # parallelize/__init__.py. Each floor says why it lies above the one before.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "version"}),  # import nothing of the package
-    # facts about the machine and blocked ranks, changes of torch; they raise errors
-    frozenset({"cluster", "hang_detection", "torch_patches"}),
-    frozenset({"plugins"}),  # the contracts name World and Node
+    frozenset({"cluster"}),  # facts about the machine and its code; raises errors
+    # lines of the user, whose code `cluster` tells; the contracts, which name World and Node; changes of torch
+    frozenset({"hang_detection", "plugins", "torch_patches"}),
     frozenset({"config"}),  # parses values into plug-ins, and lays them over the devices of a node
     frozenset({"call", "run"}),  # carry a Layout: to another process, or as this process's contextvar
     frozenset({"gradients"}),  # of the backward passes in a run
@@ -72,7 +72,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"", "cli"}),  # what users import or type
     frozenset({"__main__"}),
 )
-MAX_FLOORS = 13
+MAX_FLOORS = 12
 MAX_FILES_AT_TOP = 8
 
 # The plug-ins of these folders, each a file or a folder, never import each other. Other files are shared by several.

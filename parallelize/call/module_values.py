@@ -28,10 +28,10 @@ from parallelize.call.reachable import (
     PROXY,
     is_a,
     is_stateful,
-    is_user_code,
     namespace,
     variables_of,
 )
+from parallelize.cluster.code_owner import is_user_module
 
 _MAX_BYTES = 16 * 2**20  # larger values are data, which the workers read again on import
 # What mentions these is different in each worker.
@@ -68,7 +68,7 @@ class ModuleValues:
         reached, seen = list(self.code), dict[Any, object]()
         for each in reached:
             code = each.__wrapped__ if is_a(each, PROXY) else each
-            if id(code) in seen or not is_user_code(getattr(code, "__module__", None)):
+            if id(code) in seen or not is_user_module(getattr(code, "__module__", None)):
                 continue
             seen[id(code)] = code
             for owner, name, value in variables_of(code):
@@ -155,7 +155,7 @@ def _is_sent(owner: Any, name: str, value: Any) -> bool:
         return False
     if is_a(value, CODE):
         is_sendable = kind is types.FunctionType or _is_imported(value)
-        return is_sendable and is_user_code(value.__module__)
+        return is_sendable and is_user_module(value.__module__)
     is_private = name.startswith("_") and not name.startswith("__") and not is_stateful(value)
     is_of_rank = name in _set_from_rank(_file(sys.modules[_home(owner)]))
     return not (
@@ -209,7 +209,7 @@ class ImportedFiles:
         """Return the files that were edited after the program's first call, and whose modules were not reloaded."""
         edited = set()
         for name, module in list(sys.modules.items()):
-            if not is_user_code(name):
+            if not is_user_module(name):
                 continue
             path = _file(module)
             if not path.is_file():

@@ -45,10 +45,10 @@ from parallelize.call.reachable import (
     CONTAINERS,
     PROXY,
     is_a,
-    is_user_code,
     namespace,
     variables_of,
 )
+from parallelize.cluster.code_owner import CodeOwner, is_user_module, owner_of_module
 from parallelize.errors import ConfigError, LaunchError, ParallelizeError
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
@@ -153,12 +153,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 def _path_in_library(obj: object) -> str | None:
     """Return the path of an object that cannot be pickled, and that its library makes on import: `loguru.logger`."""
-    top = type(obj).__module__.partition(".")[0]
-    if (
-        top in sys.stdlib_module_names
-        or top in ("torch", "numpy")
-        or is_user_code(type(obj).__module__)
-    ):
+    home = type(obj).__module__
+    top = home.partition(".")[0]
+    if top == "numpy" or owner_of_module(home) is not CodeOwner.INSTALLED:
         return None
     variables = list(namespace(sys.modules.get(top)).items())
     path = next((f"{top}:{name}" for name, value in variables if value is obj), None)
@@ -367,10 +364,10 @@ def _members(name: str, item: Any) -> dict[str, object]:
         return {f"{name}[{key!r}]": value for key, value in pairs}
     if is_a(item, types.FunctionType):
         module = sys.modules.get(item.__module__)
-        variables = variables_of(item) if is_user_code(item.__module__) else ()
+        variables = variables_of(item) if is_user_module(item.__module__) else ()
         own = {key: value for at, key, value in variables if at in (None, module)}
         return {f"the variable {key!r}": value for key, value in own.items()}
-    is_own = is_user_code(type(item).__module__)
+    is_own = is_user_module(type(item).__module__)
     members = {**vars(item), **vars(item).get("_modules", {})}
     shown = {key: value for key, value in members.items() if is_own or not key.startswith("_")}
     return {f"{name}.{key}": value for key, value in shown.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
 import types
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 import wrapt
 from torch import nn
+
+from parallelize.cluster.code_owner import is_user_module
 
 PROXY: Any = wrapt.CallableObjectProxy.__base__  # of decorated functions
 CODE: tuple[Any, ...] = (types.FunctionType, types.BuiltinFunctionType, type, PROXY)
@@ -42,20 +43,6 @@ def is_stateful(item: object) -> bool:
     kind = type(item)
     has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     return issubclass(kind, _STATEFUL) or (has_state and not hasattr(kind, "__iter__"))
-
-
-@functools.cache
-def is_user_code(module: object) -> bool:
-    """Whether the module with this name is the user's own: not Python's, installed or this package."""
-    if not isinstance(module, str):  # built-in functions have none
-        return False
-    top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("", "parallelize"):
-        return False
-    # Modules in compiled code, such as those in torch._C, have no file of their own.
-    paths = (namespace(sys.modules.get(name)).get("__file__") for name in (module, top))
-    path = next(filter(None, paths), "")
-    return "site-packages" not in path and "dist-packages" not in path
 
 
 def namespace(module: object) -> Mapping[str, Any]:
@@ -106,7 +93,7 @@ def _global_variables(function: types.FunctionType) -> Iterator[tuple[Any, str, 
         for name in sorted(names & variables.keys()):
             value = variables[name]
             yield sys.modules.get(variables.get("__name__", "")), name, value
-            is_own = is_a(value, types.ModuleType) and is_user_code(value.__name__)
+            is_own = is_a(value, types.ModuleType) and is_user_module(value.__name__)
             if is_own and id(vars(value)) not in seen:
                 pending.append(vars(value))
         names = attributes  # of the modules among them

@@ -31,9 +31,9 @@ from parallelize.call.reachable import (
     GENERATORS,
     is_a,
     is_stateful,
-    is_user_code,
     namespace,
 )
+from parallelize.cluster.code_owner import is_user_module
 from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
 from parallelize.torch_patches.step import parameters_of
 
@@ -209,7 +209,7 @@ def data_of(name: str, item: object) -> dict[str, object]:
     if name.startswith("__") or is_a(item, _IGNORED):
         return {}
     if is_stateful(item):
-        is_own = is_user_code(type(item).__module__) and is_a(item, (nn.Module, Optimizer))
+        is_own = is_user_module(type(item).__module__) and is_a(item, (nn.Module, Optimizer))
         public = {key for key in attributes if is_own and not key.startswith("_")}
         attributes = {key: attributes[key] for key in public - _OF_TORCH}
     elif not 0 < len(attributes) <= _MAX_ATTRIBUTES or is_a(item, CONTAINERS):

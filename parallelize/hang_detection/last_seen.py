@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from parallelize.hang_detection.stack_frames import Stack, call_site, is_user_code
+from parallelize.cluster.code_owner import is_user_frame
+from parallelize.hang_detection.stack_frames import Stack, call_site
 
 __all__ = [
     "LastSeen",
@@ -235,7 +236,7 @@ def can_overwrite(store: Any) -> bool:
 
 def line_of_stack(stack: Stack, call: str) -> str:
     """Return the user's innermost line with its call, "train.py:41 in all_reduce"; "" if there is no such line."""
-    if not any(is_user_code(frame) for frame, _ in stack):
+    if not any(is_user_frame(frame) for frame, _ in stack):
         return ""
     return _line(call_site(stack), call)
 

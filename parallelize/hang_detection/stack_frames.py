@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Sequence
@@ -17,13 +15,14 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed
 
+from parallelize.cluster.code_owner import CodeOwner, is_user_frame, owner_of_file, owner_of_frame
+
 __all__ = [
     "Stack",
     "call_site",
     "call_site_in",
     "has_other_active_threads",
     "is_in_collective",
-    "is_user_code",
     "operation",
     "traceback_of",
     "with_root",
@@ -39,30 +38,15 @@ _FUNCTIONAL_COLLECTIVES = _TORCH + "distributed/_functional_collectives.py"
 _OPERATORS = (_TORCH + "_ops.py", _TORCH + "_library")  # Python frames of a custom operator's call
 
 
-@functools.cache
-def _library_prefixes() -> tuple[str, ...]:
-    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return (_OWN, _TORCH, "<frozen", *(folder + os.sep for folder in folders))
-
-
-def is_user_code(frame: FrameType) -> bool:
-    """Whether the frame is neither of this library, torch, the standard library nor another installed package."""
-    return not frame.f_code.co_filename.startswith(_library_prefixes())
-
-
-def _is_own_or_torch(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith((_OWN, _TORCH, "<frozen"))
-
-
 def call_site(stack: Stack = ()) -> str:
     """Return the innermost line of the user's program, or of an installed package: "train.py:41"; "" if none.
 
     Args:
         stack: the stack to search; empty: the stack of the caller.
     """
-    stack = sorted(stack or traceback.walk_stack(sys._getframe(1)), key=lambda each: not is_user_code(each[0]))
+    stack = sorted(stack or traceback.walk_stack(sys._getframe(1)), key=lambda each: not is_user_frame(each[0]))
     for frame, line in stack:
-        if not _is_own_or_torch(frame):
+        if owner_of_frame(frame) in (CodeOwner.USER, CodeOwner.INSTALLED):
             return f"{Path(frame.f_code.co_filename).name}:{line}"
     return ""
 
@@ -70,7 +54,7 @@ def call_site(stack: Stack = ()) -> str:
 def call_site_in(text: str) -> str:
     """Return the innermost line of the user's program in a printed traceback of Python or faulthandler; "" if none."""
     lines = re.findall(r'File "(.+)", line (\d+),? in ', text)
-    users = [f"{Path(file).name}:{line}" for file, line in lines if not file.startswith(_library_prefixes())]
+    users = [f"{Path(file).name}:{line}" for file, line in lines if owner_of_file(file) is CodeOwner.USER]
     return users[0 if "(most recent call first)" in text else -1] if users else ""
 
 
@@ -91,11 +75,12 @@ def operation(stack: Stack) -> str:
     outermost = ""
     for frame, _ in stack:
         name = frame.f_code.co_name
-        if _is_own_or_torch(frame):
-            if not name.startswith(("_", "<")) and not name.endswith("wrapper"):
-                outermost = name
-        elif is_user_code(frame):
+        owner = owner_of_frame(frame)
+        if owner is CodeOwner.USER:
             return outermost or name
+        is_internal = name.startswith(("_", "<")) or name.endswith("wrapper")
+        if owner in (CodeOwner.PARALLELIZE, CodeOwner.TORCH) and not is_internal:
+            outermost = name
     return outermost
 
 

@@ -37,8 +37,8 @@ import torch
 from parallelize.call.logs import handle_records
 from parallelize.call.outcome import Outcome
 from parallelize.call.pickling import pickled_by_value
-from parallelize.call.reachable import is_user_code
 from parallelize.call.task import Task
+from parallelize.cluster.code_owner import is_user_module
 from parallelize.cluster.store import listen
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
@@ -210,7 +210,7 @@ class _Host:
         own = {
             each.partition(".")[0]
             for each, module in sys.modules.items()
-            if is_user_code(each) and module.__spec__
+            if is_user_module(each) and module.__spec__
         }
         own = {
             each for each in own & sys.modules.keys() if "remote_module_" not in each

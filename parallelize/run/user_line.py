@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallelize.hang_detection.stack_frames import is_user_code
+from parallelize.cluster.code_owner import is_user_frame
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class UserLine:
 def user_line() -> UserLine | None:
     """Return the innermost line of the user's program in this thread; None: there is none."""
     for frame, number in traceback.walk_stack(sys._getframe(1)):
-        if is_user_code(frame):
+        if is_user_frame(frame):
             return UserLine(frame.f_code.co_filename, number, frame.f_globals)
     return None
 
@@ -56,6 +56,6 @@ def user_stacklevel() -> int:
     It is 1, the line of the call itself, if this thread runs no code of the user.
     """
     for level, (frame, _) in enumerate(traceback.walk_stack(sys._getframe(1)), start=1):
-        if is_user_code(frame):
+        if is_user_frame(frame):
             return level
     return 1
