@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +19,12 @@ from types import TracebackType
 import cloudpickle
 import torch
 
+from parallelize.cluster.code_owner import CodeOwner, owner_of_frame
 from parallelize.errors import ParallelizeError
 
-_TORCH, _CLOUDPICKLE = (
-    str(Path(each.__file__ or "").parent) + os.sep for each in (torch, cloudpickle)
-)
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-# torch.compiler.disable, which this package uses, calls its function from the second file.
-_OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(_TORCH, "_dynamo", "external_utils.py")))
-_PACKAGE = __name__.partition(".")[0] + "."
-_UNDERNEATH = (_TORCH, _CLOUDPICKLE, "<frozen")
+_CLOUDPICKLE = str(Path(cloudpickle.__file__).parent) + os.sep
+# torch.compiler.disable, which this package uses, calls its function from this file.
+_CALLS_PACKAGE = str(Path(torch.__file__).parent / "_dynamo" / "external_utils.py")
 
 
 class _FoldedTraceback(contextlib.AbstractContextManager[None]):
@@ -113,17 +108,18 @@ def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> T
 
 
 def _is_own(entry: TracebackType) -> bool:
-    """Whether code is this package's: in one of its files, or made there, as a dataclass's __init__."""
-    file, variables = entry.tb_frame.f_code.co_filename, entry.tb_frame.f_globals
-    is_made = file == "<string>" and variables.get("__name__", "").startswith(_PACKAGE)
-    return file.startswith(_OWN) or is_made
+    """Whether code is this package's, or runs by the function of torch that calls this package's."""
+    frame = entry.tb_frame
+    return (
+        owner_of_frame(frame) is CodeOwner.PARALLELIZE or frame.f_code.co_filename == _CALLS_PACKAGE
+    )
 
 
 def _is_underneath(entry: TracebackType) -> bool:
-    """Whether a file is torch's, cloudpickle's or of the standard library."""
-    file = entry.tb_frame.f_code.co_filename
-    is_installed = "-packages" + os.sep in file
-    return file.startswith(_UNDERNEATH) or (file.startswith(_STDLIB) and not is_installed)
+    """Whether code is torch's, Python's or cloudpickle's."""
+    frame = entry.tb_frame
+    is_cloudpickle = frame.f_code.co_filename.startswith(_CLOUDPICKLE)
+    return is_cloudpickle or owner_of_frame(frame) in (CodeOwner.TORCH, CodeOwner.PYTHON)
 
 
 def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
