@@ -115,10 +115,11 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
 class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     """Proxy of a decorated function: calls run on all requested devices, attributes are those of the function."""
 
-    __wrapped__: Callable[P, R]
-
     def __init__(self, function: Callable[P, R], config: Config) -> None:
         super().__init__(function)
+        # Not in the body of the class: the class would have `__annotations__` then, and the proxy
+        # would show them in place of the function's, to whatever reads type hints.
+        self.__wrapped__: Callable[P, R]
         self._self_config = config
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -225,6 +226,14 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind a method to its instance or class, as plain functions do."""
         return type(self)(self.__wrapped__.__get__(instance, owner), self._self_config)
+
+    def __copy__(self) -> DistributedFunction[P, R]:
+        """Return this function itself, as a copy of a plain function does."""
+        return self
+
+    def __deepcopy__(self, _memo: object) -> DistributedFunction[P, R]:
+        """Return this function itself, as a copy of a plain function does."""
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Like a plain function: by its name if this resolves to it. cloudpickle, as which workers pass no protocol,
