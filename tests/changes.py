@@ -331,14 +331,6 @@ OF_PYTHON = (
         test="tests/worlds/test_launch_logging.py::test_records_reach_the_callers_handlers",
     ),
     Change(
-        what="`sys.excepthook`, on Python 3.10",
-        where="call/tracebacks.py",
-        names=("sys.excepthook",),
-        why="notes of exceptions are not printed",
-        lasts="the process",
-        test="none: Python 3.11 prints them itself",
-    ),
-    Change(
         what="`sys.excepthook`, which torch has set",
         where="run/process_group.py",
         names=("sys.excepthook",),

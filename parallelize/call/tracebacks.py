@@ -1,18 +1,24 @@
-"""Tracebacks without the frames of this package, as they are shown to users; PARALLELIZE_TRACEBACK=full shows all.
+"""Tracebacks of exceptions as users see them: without the frames of this package.
 
-raised in the function              shown
-train.py      loss.backward()       train.py      loss.backward()
-torch         _tensor.py, ...       SyncError: ...
-parallelize   ...
+    raised in the function              shown
+    train.py      loss.backward()       train.py      loss.backward()
+    torch         _tensor.py, ...       SyncError: ...
+    parallelize   ...
+
+PARALLELIZE_TRACEBACK=full shows all frames.
+
+The words of this file:
+
+    entry         one line of a traceback: a frame, and the line that it has reached
+    own           of this package
+    underneath    of torch, cloudpickle or the standard library, through which a user's line reaches
+                  this package, and this package reaches the user's code
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +26,7 @@ import cloudpickle
 import torch
 
 from parallelize.cluster.code_owner import CodeOwner, owner_of_frame
-from parallelize.errors import ParallelizeError
+from parallelize.errors import ParallelizeError, SyncError
 
 _CLOUDPICKLE = str(Path(cloudpickle.__file__).parent) + os.sep
 # torch.compiler.disable, which this package uses, calls its function from this file.
@@ -28,83 +34,97 @@ _CALLS_PACKAGE = str(Path(torch.__file__).parent / "_dynamo" / "external_utils.p
 
 
 class _FoldedTraceback(contextlib.AbstractContextManager[None]):
-    """Context manager around the body of a public function: its exceptions leave without this package's frames.
+    """The context around the body of a public function: exceptions leave it as users see them.
 
-    It has no state. On Python 3.10 the interpreter keeps the traceback as it was, and does not print notes: there the
-    exception is folded when it ends the program, unless the program has an excepthook of its own.
+    It has no state. It is a class, because `contextlib.contextmanager` would restore the traceback
+    that the exception had before.
     """
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        # The interpreter re-raises `error` with its __traceback__; contextlib.contextmanager would restore the old one.
-        if error is not None and not _is_full():
+    def __exit__(
+        self,
+        _error_type: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        """Shorten the traceback of an exception, with which the interpreter goes on."""
+        if error is not None:
             shorten_chain(error)
-        if (
-            error is not None
-            and sys.version_info < (3, 11)
-            and sys.excepthook is sys.__excepthook__
-        ):
-            sys.excepthook = print_with_notes
 
 
 folded_traceback = _FoldedTraceback()
-
-
-def _is_full() -> bool:
-    return os.environ.get("PARALLELIZE_TRACEBACK") == "full"
-
-
-def print_with_notes(
-    kind: type[BaseException], error: BaseException, _trace: TracebackType | None
-) -> None:
-    """Print an exception as Python 3.11 does, with its notes; an excepthook."""
-    if not _is_full():
-        shorten_chain(error)
-    shown = traceback.format_exception(kind, error, error.__traceback__)
-    sys.stderr.write("".join([*shown, *(f"{note}\n" for note in getattr(error, "__notes__", ()))]))
 
 
 def shorten_chain(error: BaseException) -> None:
     """Remove this package's frames from the tracebacks of an exception, its causes and contexts.
 
     The frame that raises an exception which this package does not document is kept: it may be a
-    defect of the package.
+    defect of the package. A SyncError says what each rank does at its line of the program; what
+    torch does below that line is left out, also in the exceptions that the SyncError explains.
     """
-    shared, pending, seen = error.__traceback__, [error], set[int]()
+    if os.environ.get("PARALLELIZE_TRACEBACK") == "full":
+        return
+    explains_torch = isinstance(error, SyncError)
+    traceback_of_error = error.__traceback__
+    pending = [error]
+    seen_ids: set[int] = set()
     while pending:
-        each = pending.pop()
-        seen.add(id(each))
-        trace = in_users_code(each.__traceback__, keeps_last=_may_be_a_defect(each))
+        shortened = pending.pop()
+        seen_ids.add(id(shortened))
+        traceback = in_users_code(
+            shortened.__traceback__,
+            keeps_last=_may_be_a_defect(shortened),
+            hides_underneath=explains_torch,
+        )
+        if shortened is not error and shortened.__traceback__ is traceback_of_error:
+            # The same frames would be shown twice.
+            traceback = None
         # Assigning __traceback__ would fail on an exception that is a frozen dataclass.
-        is_shared = each is not error and each.__traceback__ is shared
-        BaseException.with_traceback(each, None if is_shared else trace)
-        links = (each.__cause__, each.__context__)
-        pending += [link for link in links if link is not None and id(link) not in seen]
+        BaseException.with_traceback(shortened, traceback)
+        links = (shortened.__cause__, shortened.__context__)
+        pending += [link for link in links if link is not None and id(link) not in seen_ids]
 
 
 def _may_be_a_defect(error: BaseException) -> bool:
-    return (
-        isinstance(error, Exception)
-        and not isinstance(error, ParallelizeError)
-        and not hasattr(error, "__notes__")
-    )
+    """Whether an exception that this package raises may be a defect of it: it is not documented."""
+    is_documented = isinstance(error, ParallelizeError) or hasattr(error, "__notes__")
+    return isinstance(error, Exception) and not is_documented
 
 
-def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> TracebackType | None:
-    """Return a traceback without this package's frames; None if no frame of the user's program or packages is left.
+def in_users_code(
+    traceback: TracebackType | None, *, keeps_last: bool = False, hides_underneath: bool = False
+) -> TracebackType | None:
+    """Return a traceback without this package's frames, and without those underneath.
 
-    Frames of torch and of the standard library that lead to this package are left out, too.
+    Frames underneath are left out only where they lead to a frame of this package.
 
     Args:
-        trace: the traceback; not modified.
+        traceback: the traceback; not modified.
         keeps_last: whether the last frame is kept if it is this package's.
+        hides_underneath: whether frames underneath are also left out after the last line of the
+            user's program, or of an installed package.
+
+    Returns:
+        None if no frame is left. If there is nothing to leave out, the same object.
     """
-    inner, is_inside, entries = None, False, list(_entries(trace))
-    for each in reversed(entries):
-        is_hidden = _is_own(each) and not (keeps_last and each is entries[-1])
-        is_inside = is_inside or is_hidden
-        if not (is_hidden or (is_inside and _is_underneath(each))):
-            inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return inner if is_inside else trace
+    entries: list[TracebackType] = []
+    entry = traceback
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    shortened: TracebackType | None = None
+    # Whether frames underneath are left out from here on, outwards.
+    leads_to_hidden = hides_underneath
+    is_shortened = False
+    for entry in reversed(entries):
+        is_kept_as_last = keeps_last and entry is entries[-1]
+        is_hidden = _is_own(entry) and not is_kept_as_last
+        if is_hidden:
+            leads_to_hidden = True
+        if is_hidden or (leads_to_hidden and _is_underneath(entry)):
+            is_shortened = True
+            continue
+        shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened if is_shortened else traceback
 
 
 def _is_own(entry: TracebackType) -> bool:
@@ -120,9 +140,3 @@ def _is_underneath(entry: TracebackType) -> bool:
     frame = entry.tb_frame
     is_cloudpickle = frame.f_code.co_filename.startswith(_CLOUDPICKLE)
     return is_cloudpickle or owner_of_frame(frame) in (CodeOwner.TORCH, CodeOwner.PYTHON)
-
-
-def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next

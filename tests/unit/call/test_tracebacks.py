@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 from parallelize import ConfigError, distributed, parallel_model, shard_loader
-from parallelize.call.tracebacks import in_users_code, print_with_notes
-from parallelize.errors import add_note, list_ranks
-
-needs_reraise = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 re-raises the old traceback")
+from parallelize.call.tracebacks import in_users_code, shorten_chain
+from parallelize.errors import SyncError, list_ranks
 
 
 def functions(trace: TracebackType | None) -> list[str]:
@@ -62,7 +59,6 @@ def test_inside_a_run_the_traceback_is_complete() -> None:
     assert "_run" in frames_of_a_nested_call()
 
 
-@needs_reraise
 def test_only_the_users_frames_and_the_innermost_ones_of_torch_are_left() -> None:
     """Frames of torch that lead to this package are folded with it; those that raise are shown."""
     shown = functions(raised_by(fail_in_forward).__traceback__)
@@ -70,14 +66,12 @@ def test_only_the_users_frames_and_the_innermost_ones_of_torch_are_left() -> Non
     assert functions(raised_by(nested).__traceback__) == ["raised_by", "nested", "fail_in_forward", "forward"]
 
 
-@needs_reraise
 def test_a_block_of_a_script_is_folded() -> None:
     """A script under torchrun decorates no function."""
     shown = functions(raised_by(fail_in_forward.__wrapped__).__traceback__)
     assert shown == ["raised_by", "fail_in_forward", "forward"]
 
 
-@needs_reraise
 def test_invalid_options_are_shown_at_the_users_line() -> None:
     """No frame of the parser, or of a dataclass that has the options, follows the user's line."""
     for mistake in (
@@ -90,7 +84,6 @@ def test_invalid_options_are_shown_at_the_users_line() -> None:
     assert functions(raised_by(nested.options(processes=None, gpus=512)).__traceback__) == ["raised_by"]
 
 
-@needs_reraise
 def test_the_exception_and_its_causes_stay_the_same() -> None:
     """Type, arguments and cause are kept; the cause's traceback is folded, too."""
     error = raised_by(chain_of_errors)
@@ -100,20 +93,31 @@ def test_the_exception_and_its_causes_stay_the_same() -> None:
     assert functions(error.__cause__.__traceback__) == ["chain_of_errors"]
 
 
-def test_an_error_that_ends_a_program_on_python_3_10_is_shown_as_later_versions_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The rank's lines are notes, which Python 3.10 does not print."""
-    error = raised_by(fail_in_forward)
-    add_note(error, "rank 1 raised it")
-    print_with_notes(type(error), error, error.__traceback__)
-    err = capsys.readouterr().err
-    assert [line.split()[-1] for line in err.splitlines() if "File " in line] == [
-        "raised_by",
-        "fail_in_forward",
-        "forward",
-    ]
-    assert err.endswith("rank 1 raised it\n")
+def fails_in_torch() -> None:
+    torch.ones(2).reshape(3).sum()
+
+
+def fails_below_torch() -> None:
+    torch.nn.Linear(3, 1)(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("function", [fails_in_torch, fails_below_torch])
+def test_a_sync_error_ends_at_the_users_line(function: Callable[[], None]) -> None:
+    """Neither it nor the error of torch that it explains shows what torch does below that line."""
+    error = raised_by(function)
+    explained = SyncError("rank 0 waits", why="w", fix="f").with_traceback(error.__traceback__)
+    explained.__cause__ = RuntimeError("torch's").with_traceback(error.__traceback__)
+    shorten_chain(explained)
+    assert functions(explained.__traceback__) == ["raised_by", function.__name__]
+    assert explained.__cause__.__traceback__ is None
+    shorten_chain(error)
+    assert functions(error.__traceback__)[:2] == ["raised_by", function.__name__]
+
+
+def test_all_frames_are_shown_if_the_user_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PARALLELIZE_TRACEBACK=full is for reports of defects."""
+    monkeypatch.setenv("PARALLELIZE_TRACEBACK", "full")
+    assert "_run" in functions(raised_by(fail_in_forward).__traceback__)
 
 
 def test_a_traceback_without_frames_to_fold_is_the_same_object() -> None:
@@ -124,7 +128,6 @@ def test_a_traceback_without_frames_to_fold_is_the_same_object() -> None:
     assert in_users_code(raised_by(functools.partial(list_ranks, 8)).__traceback__.tb_next) is None
 
 
-@needs_reraise
 def test_a_defect_of_this_package_is_shown() -> None:
     """An undocumented exception keeps the frame that raises it, also as the cause of the user's own."""
 
