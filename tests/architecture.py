@@ -90,7 +90,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "run.context": "entry point of rank(), device(), ...: passes the variables on; sets that of cuBLAS",
     "run.rendezvous": "gloo reads its network interface from a variable when a group is created",
     "run.run_key": "PARALLELIZE_KEY of ranks that others have started; calls outside of a run pass no mapping on",
-    "worker.main": "sets the variables of its own process at its start",
+    "worker.main": "a variable of the caller says whether pdb stops at errors",
+    "worker.process_setup": "sets the variables of its own process at its start",
     "worker.preemption": "should_stop is a public entry point; a variable passes the path of the stop file to workers",
 }
 

@@ -97,7 +97,7 @@ def traceback_of(stack: Stack) -> TracebackType | None:
     """Build a traceback from the user's function to the innermost frame, for an error made in another thread."""
     trace = None
     for frame, line in stack:
-        if frame.f_code.co_filename == _OWN + "worker/main.py":
+        if frame.f_code.co_filename == _OWN + "worker/function_run.py":
             break
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     return trace

@@ -1,4 +1,4 @@
-"""Calls that run in the calling process: as a rank that a launcher has started, or as the only process."""
+"""Calls in the calling process: as a rank that a launcher has started, or as the only process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallelize.call.task import Task
 from parallelize.cluster.world import World
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.context import current
-from parallelize.worker.main import active_run, call_function
+from parallelize.worker.function_run import active_run, call_function
 
 _RETURN = "the return of its value"
 """What a rank waits for at its end, as reports of hangs name it."""

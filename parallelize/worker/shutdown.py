@@ -1,4 +1,31 @@
-"""Shutdown of a worker process: after an error, a stop signal, or a detected hang."""
+"""What ends a worker before its function returns: an error, a stop signal, or a detected hang.
+
+An error, or a hang, ends the process at once (`WorkerShutdown`): its outcome is written, and its
+process group is killed. The other ranks are ended by the launcher, which sees the outcome.
+
+A stop signal ends the function by an exception (`StopHandler`), which becomes an error like any
+other one unless the function catches it. SIGINT raises KeyboardInterrupt, SIGTERM SystemExit(143).
+Who raises it depends on where the main thread is when the signal arrives:
+
+    in Python                  Python calls the handler within milliseconds, which raises
+    in compiled code that      Python calls the handler when the code has returned
+    returns soon
+    in a collective, or in a   Python cannot call the handler. The thread "parallelize-stop" hears
+    request to the store       of the signal by a socket, and interrupts the collectives after
+                               0.1 s. The collective raises RuntimeError, and now Python calls the
+                               handler:
+                                 SIGINT     the handler raises
+                                 SIGTERM    it does not: the RuntimeError unwinds the function, and
+                                            a second exception would end a `finally` block that
+                                            runs already. worker/main.py replaces the RuntimeError
+                                            by SystemExit when it has left the function
+    in a kernel of a device    as in a collective, but later: see `_Patience`
+    in a finalizer (__del__)   the handler raises, and Python ignores that. `sys.unraisablehook`
+                               sends the signal again
+
+After SIGINT a SIGTERM may follow, as when the launcher's patience ends. After SIGTERM, no signal is
+handled any more.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +50,16 @@ from parallelize.hang_detection.stack_frames import is_in_collective
 from parallelize.run.group_abort import interrupt_collectives, mark_as_interrupted
 
 _HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
+_RESEND_AFTER_S = 0.01
 _PATIENCE_S = {signal.SIGINT: 10.0, signal.SIGTERM: 1.5}
 """For how long a main thread that waits for an accelerator is left alone after a signal.
 
-The launcher kills workers 30 s after Ctrl-C, and 3 s after SIGTERM (`launchers/local/workers.py`): the rest is for
-`finally` blocks.
+The launcher kills workers 30 s after Ctrl-C, and 3 s after SIGTERM (`launchers/local/workers.py`):
+the rest is for `finally` blocks.
 """
 _STALLED_S = {signal.SIGINT: 3.0, signal.SIGTERM: 0.5}
-"""For how long, if it waits for a collective meanwhile, and none makes progress: another rank makes no more of them."""
+"""For how long, if it waits for a collective, and no collective makes progress: another rank has
+handled the signal, and makes no more of them."""
 
 
 class WorkerShutdown:
@@ -43,33 +72,37 @@ class WorkerShutdown:
     """
 
     def __init__(self, world: World, path: Path, error_path: Path) -> None:
-        self._world, self.path, self._error_path, self._pid = world, path, error_path, os.getpid()
-        self._terminate_lock = threading.Lock()  # acquired by the first error, never released
+        self.path = path
+        self._world = world
+        self._error_path = error_path
+        self._pid = os.getpid()
+        self._first_error = threading.Lock()  # acquired by the first error, never released
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Terminate after a main-thread error, without destroying the process group, which may wait for dead ranks."""
+        """Terminate after an error of the main thread.
+
+        The process group is not destroyed, which may wait for dead ranks.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(
-                number, signal.SIG_IGN
-            )  # a signal must not replace the error as the cause
+            # A signal from here on must not replace the error as the cause.
+            signal.signal(number, signal.SIG_IGN)
         self.terminate(error)
 
     def terminate(self, error: BaseException) -> NoReturn:
-        """Write an error as this rank's Outcome and kill this worker's processes; any thread may call this.
+        """Write an error as this rank's Outcome and kill the processes of this worker.
 
-        An error after the function's value was written is only printed.
+        Any thread may call this. An error after the function's value was written is only printed.
         """
         self.end_if_forked(error)
-        self._terminate_lock.acquire()
+        self._first_error.acquire()
         try:
             if self.path.exists():
                 traceback.print_exception(error)
             else:
                 Outcome.raised(self._world, error).write(self._error_path)
-        except Exception:  # noqa: BLE001 - a full disk: the caller shows the last output of a rank without an outcome
-            has_caller = (
-                self._error_path.parent.exists()
-            )  # one that has left, as by Ctrl-C, wants to hear nothing
+        except Exception:  # noqa: BLE001 - a full disk: the caller shows the rank's last output
+            # A caller that has left, as after Ctrl-C, wants to hear nothing.
+            has_caller = self._error_path.parent.exists()
             with contextlib.suppress(OSError, ValueError):
                 if has_caller:
                     traceback.print_exception(error)
@@ -78,32 +111,42 @@ class WorkerShutdown:
         os._exit(1)  # never reached
 
     def end_if_forked(self, error: BaseException | None = None) -> None:
-        """End this process if the function has forked it: it is no rank, and has no outcome."""
+        """End this process if the function has forked it: it is no rank, and has no outcome.
+
+        Args:
+            error: what the function has raised in the forked process; None: it has returned.
+        """
         if os.getpid() == self._pid:
             return
-        code = error.code if isinstance(error, SystemExit) else int(error is not None)
+        code: Any = int(error is not None)
+        if isinstance(error, SystemExit):
+            code = error.code
         if code not in (None, 0):
             traceback.print_exception(error)
-        os._exit(code if isinstance(code, int) else int(code is not None))
+        if not isinstance(code, int):  # as Python does: sys.exit() is 0, sys.exit("text") is 1
+            code = int(code is not None)
+        os._exit(code)
 
 
 class StopHandler:
-    """Handles SIGTERM and SIGINT in a worker: raises in the main thread, so that `finally` and `except` blocks run.
+    """Handles SIGTERM and SIGINT in a worker: raises in the main thread.
 
-    Python calls handlers in the main thread only, and not while that is in compiled code. A thread is told of the
-    signal at once, through a socket; if the main thread does not react, it interrupts the collectives.
+    So `finally` and `except` blocks run. The docstring of this file says who raises when.
 
     Args:
-        store: the run's store, whose requests are interrupted, too: port of the TCPStore, or path of the FileStore.
+        store: the run's store, whose requests are interrupted, too: port of the TCPStore, or path
+            of the FileStore.
         has_accelerator: whether the main thread may wait for an accelerator, see `_Patience`.
 
     Attributes:
-        exit: SystemExit or KeyboardInterrupt, which ends the function; None: no signal has been handled.
+        raised: SystemExit or KeyboardInterrupt, which ends the function; None: no signal has been
+            handled.
     """
 
     def __init__(self, store: int | Path, *, has_accelerator: bool) -> None:
-        self.exit: BaseException | None = None
-        self._store, self._has_accelerator = store, has_accelerator
+        self.raised: BaseException | None = None
+        self._store = store
+        self._has_accelerator = has_accelerator
         self._is_handled = threading.Event()
         self._has_interrupted = False
 
@@ -117,44 +160,59 @@ class StopHandler:
         signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
         # A forked child has the same handlers: its signals are not this process's.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        # The thread holds `written`, too, so that the socket stays open.
         threading.Thread(
             target=self._watch, args=[received, written], name="parallelize-stop", daemon=True
         ).start()
-        sys.unraisablehook = functools.partial(self._raise_later, sys.unraisablehook)
+        sys.unraisablehook = functools.partial(self._resend, sys.unraisablehook)
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Raise in the main thread; after SIGINT a SIGTERM may follow, after SIGTERM no signal is handled."""
-        is_stop = number == signal.SIGTERM
-        for each in (signal.SIGINT, signal.SIGTERM)[: 1 + is_stop]:
-            signal.signal(each, signal.SIG_IGN)
-        self._is_handled.set()
-        self.exit = SystemExit(128 + signal.SIGTERM) if is_stop else KeyboardInterrupt()
-        if not is_stop:
+        """Handle a signal, in the main thread: raise, unless an exception is already on its way."""
+        is_sigterm = number == signal.SIGTERM
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if is_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self.raised = SystemExit(128 + signal.SIGTERM)
+        else:
+            self.raised = KeyboardInterrupt()
             mark_as_interrupted()
-        # While the error of an interrupted collective is handled, another one would end the `finally` block half-way.
-        if not (is_stop and self._has_interrupted and isinstance(sys.exc_info()[1], RuntimeError)):
-            raise self.exit
+        self._is_handled.set()
+        is_unwinding = self._has_interrupted and isinstance(sys.exc_info()[1], RuntimeError)
+        if not (is_sigterm and is_unwinding):
+            raise self.raised
 
-    def _raise_later(self, before: Callable[[Any], object], unraisable: Any) -> None:
-        """Raise again what Python ignores in a finalizer."""
-        if unraisable.exc_value is None or unraisable.exc_value is not self.exit:
-            before(unraisable)
+    def _resend(self, hook: Callable[[Any], object], unraisable: Any) -> None:
+        """Send the signal again whose exception a finalizer has swallowed.
+
+        Args:
+            hook: the hook of before, for everything else that Python ignores.
+            unraisable: as `sys.unraisablehook` gets it.
+        """
+        if unraisable.exc_value is None or unraisable.exc_value is not self.raised:
+            hook(unraisable)
             return
-        number = signal.SIGINT if isinstance(self.exit, KeyboardInterrupt) else signal.SIGTERM
+        number = signal.SIGTERM
+        if isinstance(self.raised, KeyboardInterrupt):
+            number = signal.SIGINT
         signal.signal(number, self)
-        threading.Timer(
-            0.01, os.kill, [os.getpid(), number]
-        ).start()  # not in this hook, which would ignore it, too
+        # Not here: Python would ignore an exception in this hook, too.
+        threading.Timer(_RESEND_AFTER_S, os.kill, [os.getpid(), number]).start()
 
     def _watch(self, received: socket.socket, _written: socket.socket) -> None:
+        """Interrupt the collectives if the main thread does not come to handle a signal.
+
+        Python's own handler writes the number of each signal to the socket.
+        """
         while number := received.recv(1):
-            ours: Any = self
+            handler: Any = self
             store = None  # at first, because torch logs requests that fail
-            patience = _Patience(signal.Signals(number[0])) if self._has_accelerator else None
+            patience = None
+            if self._has_accelerator:
+                patience = _Patience(signal.Signals(number[0]))
             # The user's code may have replaced the handler.
-            while signal.getsignal(number[0]) is ours and not self._is_handled.wait(
-                _HANDLER_TIMEOUT_S
-            ):
+            while signal.getsignal(number[0]) is handler:
+                if self._is_handled.wait(_HANDLER_TIMEOUT_S):
+                    break
                 if patience is not None and not patience.is_over():
                     continue
                 self._has_interrupted = True
@@ -164,21 +222,25 @@ class StopHandler:
 
 
 class _Patience:
-    """Decides when the collectives of a main thread that is in compiled code are interrupted after a signal.
+    """Decides when to interrupt the collectives of a main thread in compiled code, after a signal.
 
-    A main thread that drives an accelerator is there most of the time, because it reads a number of the device, or the
-    queue of kernels is full. It returns to Python when the device has done its work. Until then it is left alone: after
-    an interruption, NCCL's communicators are aborted, and a `finally` block can save no shards.
+    A main thread that drives an accelerator is there most of the time, because it reads a number of
+    the device, or the queue of kernels is full. It returns to Python when the device has done its
+    work. Until then it is left alone: after an interruption, NCCL's communicators are aborted, and
+    a `finally` block can save no shards.
 
-    What the device waits for may never come: a peer that has handled the signal makes no more collectives.
+    What the device waits for may never come: a peer that has handled the signal makes no more
+    collectives.
 
     Args:
         number: the signal.
     """
 
     def __init__(self, number: signal.Signals) -> None:
-        self._most_s, self._stalled_s = _PATIENCE_S[number], _STALLED_S[number]
-        self._began_s = self._moved_s = time.monotonic()
+        self._longest_s = _PATIENCE_S[number]
+        self._longest_stalled_s = _STALLED_S[number]
+        self._began_s = time.monotonic()
+        self._progressed_s = self._began_s
         self._progress = progress()
         self._is_over = False
 
@@ -187,16 +249,18 @@ class _Patience:
         now_s = time.monotonic()
         latest = progress()
         if latest != self._progress:
-            self._progress, self._moved_s = latest, now_s
+            self._progress = latest
+            self._progressed_s = now_s
         has_pending = any(begun != completed for begun, completed in latest)
-        is_stalled = (
-            has_pending or _is_in_torch_distributed()
-        ) and now_s - self._moved_s >= self._stalled_s
-        self._is_over = self._is_over or is_stalled or now_s - self._began_s >= self._most_s
+        is_waiting = has_pending or _is_in_torch_distributed()
+        if is_waiting and now_s - self._progressed_s >= self._longest_stalled_s:
+            self._is_over = True
+        if now_s - self._began_s >= self._longest_s:
+            self._is_over = True
         return self._is_over
 
 
 def _is_in_torch_distributed() -> bool:
-    """Return whether the main thread waits in a call of torch.distributed, as for a key of a store."""
+    """Return whether the main thread is in a call of torch.distributed, as for a key of a store."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and is_in_collective([*traceback.walk_stack(frame)])

@@ -189,7 +189,7 @@ def _preload(modules: Sequence[str]) -> None:
         import_module(name)
     if modules:
         import_module(
-            "parallelize.worker.main"
+            "parallelize.worker.process_setup"
         ).unbuffer_output()  # imported modules may keep the streams
     stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor is needed

@@ -41,7 +41,7 @@ from parallelize.launchers.stop_signals import StopRequested, StopSignals
 from parallelize.plugins.base import Launcher
 from parallelize.plugins.options import Parse, choice, number
 from parallelize.run.startup_summary import announced
-from parallelize.worker.main import WorkerSetup, task_path
+from parallelize.worker.setup import WorkerSetup, task_path
 
 _log = logging.getLogger("parallelize")
 

@@ -34,7 +34,9 @@ from parallelize.launchers.local.fork_server import (
 from parallelize.launchers.local.server_calls import ServerCall
 from parallelize.launchers.output import rank_file, read_output
 from parallelize.run.startup_summary import announce
-from parallelize.worker.main import LEAVE_GRACE_S, WorkerSetup, outcome_paths, run
+from parallelize.worker.leaving import LEAVE_GRACE_S
+from parallelize.worker.main import run
+from parallelize.worker.setup import WorkerSetup, outcome_paths
 
 _LOOK_EVERY_S = 0.05  # at other nodes, at signals, and at the outcomes of workers that do not end
 STOP_GRACE_S = (

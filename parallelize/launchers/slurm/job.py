@@ -42,7 +42,7 @@ from parallelize.errors import ConfigError, LaunchError, WorkerError, add_note
 from parallelize.launchers.batch_launcher import BatchJob
 from parallelize.launchers.failures import caller_exception, is_cause, outcome_of_dead_worker
 from parallelize.launchers.output import OutputTail, read_output
-from parallelize.worker.main import outcome_paths
+from parallelize.worker.setup import outcome_paths
 
 R = TypeVar("R")
 

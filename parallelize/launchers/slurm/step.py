@@ -19,7 +19,8 @@ from pathlib import Path
 from parallelize.call.task import Task
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
-from parallelize.worker.main import WorkerSetup, run, task_path
+from parallelize.worker.main import run
+from parallelize.worker.setup import WorkerSetup, task_path
 
 
 def write_call(task: Task, folder: Path) -> None:
