@@ -4,64 +4,85 @@ from __future__ import annotations
 
 from parallelize.config.layout import Layout
 
+# A row has its name in this many columns; further lines of its text are indented below the first.
+_WIDTH_OF_NAMES = 11
+_INDENT = "\n" + " " * (_WIDTH_OF_NAMES + 6)
+
 
 def explain(layout: Layout, *, name: str, queue: str | None = None) -> str:
-    """Return a text table with the processes, devices and options of a call, computed before it starts.
+    """Return a table of the processes, devices and options of a call, made before it starts.
 
     Args:
         layout: processes of the call and their devices.
         name: name of the function.
-        queue: name of the launcher that makes the call on other machines; None: it runs on this one.
+        queue: launcher that makes the call on other machines; None: it runs on this one.
     """
     config = layout.config
-    count, launcher = (
-        config.backend.devices_per_process,
-        config.launcher.name if config.launcher else "local",
-    )
-    per = f"{count} devices" if count else config.backend.process_per
-    if queue is not None:
-        starts = f"nothing here: {layout.num_nodes} node(s), by {queue}"
-    elif layout.world is not None:
-        world = layout.world
-        starts = f"nothing: a launcher has started this process as rank {world.rank} of {world.world_size}"
-    elif layout.world_size == 1:
-        starts = "nothing: runs in the calling process"
-    else:
-        starts = f"{layout.local_world_size} processes on this node, by {launcher}"
-    drives = [", ".join(map(str, driven)) for driven in layout.devices]
-    devices = "\n".join(f"local rank {rank}: {each}" for rank, each in enumerate(drives))
-    if len(drives) > 1 and len(set(drives)) == 1:  # on the CPU, or on one GPU
-        devices = f"{drives[0]}, for each of {len(drives)} local ranks"
+    processes_of_node = layout.local_world_size
+    seed = "none: global generators are not seeded"
+    if config.seed is not None:
+        seed = str(config.seed)
     rows = {
-        "backend": f"{config.backend.name} (one process per {per})\n{config.backend.note}".strip(),
-        "processes": f"{layout.num_nodes} node(s) x {layout.local_world_size} = {layout.world_size}",
-        "devices": devices,
-        "starts": starts,
+        "backend": _backend(layout),
+        "processes": f"{layout.num_nodes} node(s) x {processes_of_node} = {layout.world_size}",
+        "devices": _devices(layout),
+        "starts": _starts(layout, queue),
         "collectives": layout.process_group_backend,
         "precision": precision_summary(layout).replace(": ", "\n", 1).replace("; ", "\n"),
-        "seed": "none: global generators are not seeded"
-        if config.seed is None
-        else str(config.seed),
+        "seed": seed,
         "timeout": f"{config.timeout.total_seconds():g} s",
         "restarts": str(config.max_restarts),
         "logs": config.logs,
     }
     if layout.world_size > 1:
-        rows["inside"] = (
-            "rank 0 logs batches, traffic and memory when training begins, at logging.INFO"
-        )
-    # Of several lines, the others are indented below the first.
-    texts = (f"  {row:<11}  " + text.replace("\n", f"\n{'':<17}") for row, text in rows.items())
-    return "\n".join(
-        [f"{name} would run as", *texts, *(f"  note: {each}" for each in layout.warnings)]
-    )
+        inside = "rank 0 logs batches, traffic and memory when training begins, at logging.INFO"
+        rows["inside"] = inside
+    lines = [f"{name} would run as"]
+    for row, text in rows.items():
+        lines.append(f"  {row:<{_WIDTH_OF_NAMES}}  {text}".replace("\n", _INDENT))
+    lines.extend(f"  note: {warning}" for warning in layout.warnings)
+    return "\n".join(lines)
+
+
+def _backend(layout: Layout) -> str:
+    """Return the name of the backend, what one process drives, and what the backend adds."""
+    backend = layout.config.backend
+    driven: str = backend.process_per
+    if backend.devices_per_process:
+        driven = f"{backend.devices_per_process} devices"
+    return f"{backend.name} (one process per {driven})\n{backend.note}".strip()
+
+
+def _devices(layout: Layout) -> str:
+    """Return a line for each local rank; one line if all have the same devices."""
+    devices_of_ranks = [", ".join(map(str, devices)) for devices in layout.devices]
+    # On the CPU, or on one GPU.
+    are_same = len(set(devices_of_ranks)) == 1
+    if are_same and len(devices_of_ranks) > 1:
+        return f"{devices_of_ranks[0]}, for each of {len(devices_of_ranks)} local ranks"
+    lines = []
+    for local_rank, text in enumerate(devices_of_ranks):
+        lines.append(f"local rank {local_rank}: {text}")
+    return "\n".join(lines)
+
+
+def _starts(layout: Layout, queue: str | None) -> str:
+    """Return what the call starts on this machine, and what starts it."""
+    if queue is not None:
+        return f"nothing here: {layout.num_nodes} node(s), by {queue}"
+    if layout.world is not None:
+        rank = f"rank {layout.world.rank} of {layout.world.world_size}"
+        return f"nothing: a launcher has started this process as {rank}"
+    if layout.world_size == 1:
+        return "nothing: runs in the calling process"
+    launcher = layout.config.launcher
+    name = "local" if launcher is None else launcher.name
+    return f"{layout.local_world_size} processes on this node, by {name}"
 
 
 def precision_summary(layout: Layout) -> str:
     """Return a one-line description of the dtypes that a model computes in."""
     config = layout.config
-    return (
-        "fp32"
-        if config.amp is None
-        else config.amp_engine().describe(config.amp, device_type=layout.device_type)
-    )
+    if config.amp is None:
+        return "fp32"
+    return config.amp_engine().describe(config.amp, device_type=layout.device_type)

@@ -1,4 +1,10 @@
-"""Layout of a call, its processes and their devices: from a Config, the hardware, and what has started this process."""
+"""Layout of a call: its processes and their devices, from a Config and what surrounds the process.
+
+    place             what has started this process?  ->  its rank, or the node of its workers
+    compute_layout    the request on this hardware    ->  devices of each local rank, or all faults
+
+Both are pure: they read the hardware and the variables that they get, and start nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +25,11 @@ from parallelize.config.config import NO_COLLECTIVES, Config, contradictions, na
 from parallelize.config.options import ALL_GPUS, gpus_text
 from parallelize.errors import ConfigError, Fault
 
-RUN_ID = "parallelize-"  # of a worker, with its process id
+# TORCHELASTIC_RUN_ID of a worker begins with this, and ends with the worker's process id.
+RUN_ID = "parallelize-"
 
-_Devices = tuple[tuple[torch.device, ...], ...]  # of each local rank
+# The devices of each local rank.
+_Devices = tuple[tuple[torch.device, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,14 @@ class Layout:
     """The processes of each node, and the devices of each process.
 
     Args:
-        config: the request, with the fallback backend if its own backend cannot run on `num_nodes`.
+        config: the request, with the fallback backend if its own cannot run on `num_nodes`.
         num_nodes: number of machines.
-        devices: devices of each local rank, numbered as the calling process sees them; never empty.
+        devices: devices of each local rank, as the calling process numbers them; never empty.
         warnings: messages for the user, such as one about the fallback backend.
-        world: rank and sizes that a launcher has assigned to this process; None: the call starts its own processes.
-            Nodes may differ in size.
-        node: this node in a run of several nodes, on which this process starts the workers; None: a single node, or
-            no address of node 0 in the environment.
+        world: rank and sizes that a launcher has assigned to this process, where nodes may differ
+            in size; None: the call starts its own processes.
+        node: this node in a run of several nodes, on which this process starts the workers; None:
+            a single node, or no address of node 0 in the environment.
     """
 
     config: Config
@@ -48,15 +56,18 @@ class Layout:
 
     @property
     def local_world_size(self) -> int:
-        """Number of processes on this node; other nodes may differ only if a launcher has started the processes."""
+        """Number of processes on this node.
+
+        Other nodes may have more or fewer only if a launcher has started the processes.
+        """
         return len(self.devices)
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return (
-            self.num_nodes * self.local_world_size if self.world is None else self.world.world_size
-        )
+        if self.world is not None:
+            return self.world.world_size
+        return self.num_nodes * self.local_world_size
 
     @property
     def device_type(self) -> str:
@@ -65,37 +76,50 @@ class Layout:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Indices of the node's accelerators, each once, in the order of their ranks; empty on the CPU."""
-        flat = (
-            device.index for devices in self.devices for device in devices if device.type != "cpu"
-        )
-        return tuple(dict.fromkeys(flat))
+        """Indices of the node's accelerators, each once, by rank; empty on the CPU."""
+        indices: list[int] = []
+        for devices_of_rank in self.devices:
+            for device in devices_of_rank:
+                if device.type != "cpu" and device.index not in indices:
+                    indices.append(device.index)
+        return tuple(indices)
 
     @property
     def process_group_backend(self) -> str:
-        """Backend for `init_process_group`: the option if set, else chosen by device type, with gloo for the CPU."""
-        kind = self.device_type
-        backend = dist.Backend.default_device_backend_map.get(kind, "gloo")
-        default = "gloo" if backend == "gloo" else f"cpu:gloo,{kind}:{backend}"
-        return self.config.process_group_backend or default
+        """Backend for `init_process_group`: the option, or else torch's with gloo for the CPU."""
+        if self.config.process_group_backend is not None:
+            return self.config.process_group_backend
+        backend = dist.Backend.default_device_backend_map.get(self.device_type, "gloo")
+        if backend == "gloo":
+            return "gloo"
+        return f"cpu:gloo,{self.device_type}:{backend}"
 
     def renumbered(self) -> Layout:
-        """Return a copy for a process that sees only `indices`, in this order: devices and request in its numbers."""
-        kind = self.device_type
-        if kind not in MASKS:  # no variable hides devices of this type from workers
+        """Return a copy for a process that sees only the devices `indices`, in this order.
+
+        Devices and request have the numbers of that process.
+        """
+        if self.device_type not in MASKS:
+            # No variable hides devices of this type from workers, which see the caller's numbers.
             return self
-        positions = {
-            torch.device(kind, index): torch.device(kind, new)
-            for new, index in enumerate(self.indices)
-        }
-        devices = tuple(tuple(positions[each] for each in driven) for driven in self.devices)
+        positions = {}
+        for position, index in enumerate(self.indices):
+            device = torch.device(self.device_type, index)
+            positions[device] = torch.device(self.device_type, position)
+        devices = tuple(_mapped(devices_of_rank, positions) for devices_of_rank in self.devices)
         gpus = self.config.gpus
         if isinstance(gpus, tuple):
-            gpus = tuple(map(self.indices.index, gpus))
-        config = dataclasses.replace(
-            self.config, gpus=gpus, backend=self.config.backend.renumbered(positions)
-        )
+            gpus = tuple(self.indices.index(index) for index in gpus)
+        backend = self.config.backend.renumbered(positions)
+        config = dataclasses.replace(self.config, gpus=gpus, backend=backend)
         return dataclasses.replace(self, config=config, devices=devices)
+
+
+def _mapped(
+    devices: tuple[torch.device, ...], positions: Mapping[torch.device, torch.device]
+) -> tuple[torch.device, ...]:
+    """Return the devices by their positions in another process."""
+    return tuple(positions[device] for device in devices)
 
 
 def compute_layout(config: Config, hardware: Hardware, world: World | None = None) -> Layout:
@@ -104,141 +128,194 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     Args:
         config: the request.
         hardware: accelerators of this node.
-        world: rank and sizes that a launcher has assigned to this process, if any; the request must match them.
+        world: rank and sizes that a launcher has assigned to this process, which the request must
+            match; None: no launcher has started it.
 
     Raises:
-        ConfigError: the request does not fit the hardware or the launcher; the error lists all reasons.
+        ConfigError: the request does not fit the hardware or the launcher; it lists all reasons.
     """
-    num_nodes, warnings = config.num_nodes or (1 if world is None else world.num_nodes), list[str]()
+    num_nodes = config.num_nodes or 1
+    if world is not None and config.num_nodes is None:
+        num_nodes = world.num_nodes
+    warnings: list[str] = []
     backend = config.backend
-    if backend.multi_node_fallback and num_nodes > (backend.max_nodes or num_nodes):
-        other = backend.multi_node_fallback
-        most = f"backend={backend.name!r} runs on at most {backend.max_nodes} node(s)"
+    has_too_many_nodes = backend.max_nodes is not None and num_nodes > backend.max_nodes
+    if has_too_many_nodes and backend.multi_node_fallback:
+        fallback = backend.multi_node_fallback
         warnings.append(
-            f"{most}: num_nodes={num_nodes} uses {other!r}. Use backend={other!r} to silence this."
+            f"backend={backend.name!r} runs on at most {backend.max_nodes} node(s): "
+            f"num_nodes={num_nodes} uses {fallback!r}. Use backend={fallback!r} to silence this."
         )
-        config = config.changed(backend=other)
-    device_type = "cpu" if hardware.count == 0 or config.is_for_cpu else hardware.device_type
-    if (
-        config.gpus == ALL_GPUS and config.processes is not None
-    ):  # all GPUs, or else these processes
-        config = config.changed(**({"gpus": None} if device_type == "cpu" else {"processes": None}))
+        config = config.changed(backend=fallback)
+    device_type = hardware.device_type
+    if hardware.count == 0 or config.is_for_cpu:
+        device_type = "cpu"
+    if config.gpus == ALL_GPUS and config.processes is not None:
+        # All GPUs, or else these processes on the CPU.
+        needless = "gpus" if device_type == "cpu" else "processes"
+        config = config.changed(**{needless: None})
     indices = _indices(config, hardware, world)
     devices = _devices(config, device_type, indices, world)
-    # If requested GPUs are missing, do not also report options that the CPU does not support.
     missing = _missing_gpus(config, hardware.count, indices)
-    faults = [missing] if missing else list(contradictions(config, num_nodes, device_type))
-    size = len(devices) * num_nodes
-    if device_type in NO_COLLECTIVES and size > 1:
-        why = f"torch has no collectives on {device_type}, so only one process can run there"
-        faults.append(
-            Fault(f"{size} processes on {device_type}", why, "use processes=2 to run on the CPU")
-        )
-    of_all = size if world is None else world.world_size
-    share, rest = divmod(config.logical or of_all, of_all)
-    if rest or share & (share - 1):
-        faults.append(
-            Fault(
-                f"logical={config.logical} on {of_all} processes",
-                "each process computes 1, 2, 4, 8, ... parts of a batch: other numbers would round otherwise",
-                f"use logical={of_all} or {2 * of_all}, or another number of processes",
-            )
-        )
-    if world is not None:
-        faults += _mismatches(config, len(devices), num_nodes, world)
+    if missing is not None:
+        # The request is for GPUs, so what the CPU does not support is no fault of it.
+        faults = [missing]
+    else:
+        faults = list(contradictions(config, num_nodes, device_type))
+    faults += _faults_of_sizes(config, device_type, len(devices), num_nodes, world)
     if faults:
         raise ConfigError.of(faults)
-    if config.gpus == ALL_GPUS and device_type == "cpu":
-        warnings.append(
-            "gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this."
-        )
-    if isinstance(config.gpus, tuple) and len(set(config.gpus)) < len(config.gpus):
-        warnings.append(
-            f"{gpus_text(config.gpus)} names a GPU more than once: useful for tests, but slow."
-        )
+    warnings += _warnings_about_gpus(config, device_type)
     return Layout(config, num_nodes, devices, tuple(warnings), world)
 
 
+def _warnings_about_gpus(config: Config, device_type: str) -> Iterator[str]:
+    """Yield a warning if gpus= finds no GPU, or names one several times."""
+    if config.gpus == ALL_GPUS and device_type == "cpu":
+        yield "gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this."
+    if isinstance(config.gpus, tuple) and len(set(config.gpus)) < len(config.gpus):
+        yield f"{gpus_text(config.gpus)} names a GPU more than once: useful for tests, but slow."
+
+
 def _indices(config: Config, hardware: Hardware, world: World | None) -> Sequence[int]:
-    """Return the indices of the node's GPUs, as requested, else as many as a launcher has started processes."""
-    gpus, count = config.gpus, hardware.count
-    launched = (
-        0 if world is None or config.backend.process_per == "node" else world.local_world_size
-    )
-    # With srun --gpus-per-task=1, each task sees one GPU, as index 0; the node's other GPUs are hidden.
-    sees_only_own = launched > 1 and count == 1
+    """Return the indices of this node's GPUs; empty: it runs on the CPU.
+
+    They are those of the request, or else as many as a launcher has started processes, or else all.
+    """
     if config.is_for_cpu:
         return ()
-    if launched and count and (gpus is None or (gpus == ALL_GPUS and sees_only_own)):
-        count = launched
-    if not isinstance(gpus, tuple):
-        gpus = tuple(range(count if gpus is None or gpus == ALL_GPUS else gpus))
-    return (0,) * len(gpus) if sees_only_own else gpus
+    # Processes of which each needs a GPU.
+    launched = 0
+    if world is not None and config.backend.process_per == "device":
+        launched = world.local_world_size
+    # With srun --gpus-per-task=1, a task sees its own GPU as index 0, and no other of the node.
+    sees_one_of_several = launched > 1 and hardware.count == 1
+    gpus = config.gpus
+    if isinstance(gpus, tuple):
+        indices: Sequence[int] = gpus
+    elif gpus is not None and gpus != ALL_GPUS:
+        indices = range(gpus)
+    elif launched and hardware.count and (gpus is None or sees_one_of_several):
+        indices = range(launched)
+    else:
+        indices = range(hardware.count)
+    if sees_one_of_several:
+        return (0,) * len(indices)
+    return indices
 
 
 def _devices(
     config: Config, device_type: str, indices: Sequence[int], world: World | None
 ) -> _Devices:
+    """Return the devices of each local rank.
+
+    Raises:
+        ConfigError: the processes of a node cannot drive the same number of devices.
+    """
     backend = config.backend
     if device_type == "cpu":
-        is_one = backend.process_per == "node" and backend.devices_per_process is None
-        launched = 1 if world is None else world.local_world_size
-        return ((torch.device("cpu"),),) * (1 if is_one else config.processes or launched)
-    devices = tuple(torch.device(device_type, index) for index in indices)
+        processes = config.processes or (1 if world is None else world.local_world_size)
+        if backend.process_per == "node" and backend.devices_per_process is None:
+            processes = 1
+        return ((torch.device("cpu"),),) * processes
+    devices = [torch.device(device_type, index) for index in indices]
     if backend.process_per == "device":
-        return tuple((each,) for each in devices)
-    names = () if config.gpus is not None else backend.devices or ()
-    named = {
-        torch.device(name)
-        for each in names
-        for name in ([each] if ":" in each else [each, f"{each}:0"])
-    }
-    devices = tuple(each for each in devices if each in named) or devices
+        return tuple((device,) for device in devices)
+    if config.gpus is None:
+        devices = _devices_of_backend(backend.devices or (), devices)
     count = backend.devices_per_process or len(devices) or 1
     if len(devices) % count:
         raise ConfigError(
             f"devices_per_process={count} with {len(devices)} devices",
-            why="every process drives as many devices",
+            why="every process drives the same number of devices",
             fix=f"use a multiple of {count} devices, or devices_per_process={len(devices)}",
         )
-    return tuple(devices[first : first + count] for first in range(0, len(devices), count))
+    starts = range(0, len(devices), count)
+    return tuple(tuple(devices[start : start + count]) for start in starts)
+
+
+def _devices_of_backend(names: Sequence[str], devices: list[torch.device]) -> list[torch.device]:
+    """Return the devices that an option of the backend names; all of them if it names none."""
+    named = set()
+    for name in names:
+        device = torch.device(name)
+        # "cuda" is the first one.
+        named.add(torch.device(device.type, device.index or 0))
+    return [device for device in devices if device in named] or devices
 
 
 def _missing_gpus(config: Config, count: int, indices: Sequence[int]) -> Fault | None:
-    """Return the Fault of GPUs that do not exist; they are requested, or a launcher has started as many processes."""
+    """Return the Fault of GPUs that this node lacks.
+
+    Args:
+        config: the request.
+        count: number of GPUs that this process sees.
+        indices: of the GPUs that are requested, or that a launcher's processes need.
+    """
     missing = [index for index in indices if index >= count]
     if not missing:
         return None
     if config.gpus is None:
         return Fault(
             f"{len(indices)} processes on this node, {count} GPU(s)",
-            "a launcher has started more processes here than there are GPUs, and each needs its own",
+            "a launcher has started more processes here than there are GPUs, and each needs one",
             f"start {count} per node, or use gpus=0 to run on the CPU",
         )
-    what = gpus_text(config.gpus)
     if count == 0:
         return Fault(
-            what, "this machine has no GPU that torch can use", "use processes=2 to run on the CPU"
+            gpus_text(config.gpus),
+            "this machine has no GPU that torch can use",
+            "use processes=2 to run on the CPU",
         )
-    why = f"this process sees {count} GPU(s), numbered from 0; the first that is missing: {missing[0]}"
     return Fault(
-        what, why, f"use gpus={count}, or check CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-node"
+        gpus_text(config.gpus),
+        f"this process sees {count} GPU(s), numbered from 0; the first that is missing: "
+        f"{missing[0]}",
+        f"use gpus={count}, or check CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-node",
     )
 
 
-def _mismatches(config: Config, processes: int, num_nodes: int, world: World) -> Iterator[Fault]:
-    launched_as = f"a launcher has started this process as rank {world.rank} of {world.world_size}"
-    if processes != world.local_world_size:
-        is_per_node = config.backend.process_per == "node"
-        same = f"{'processes' if config.processes else 'gpus'}={world.local_world_size}"
+def _faults_of_sizes(
+    config: Config, device_type: str, local_world_size: int, num_nodes: int, world: World | None
+) -> Iterator[Fault]:
+    """Yield a Fault if the number of processes does not fit the device, the parts, the launcher."""
+    requested = local_world_size * num_nodes
+    if device_type in NO_COLLECTIVES and requested > 1:
         yield Fault(
-            f"processes per node: {processes} asked for, {world.local_world_size} started",
+            f"{requested} processes on {device_type}",
+            f"torch has no collectives on {device_type}, so only one process can run there",
+            "use processes=2 to run on the CPU",
+        )
+    world_size = requested if world is None else world.world_size
+    parts, rest = divmod(config.logical or world_size, world_size)
+    is_power_of_two = parts > 0 and parts & (parts - 1) == 0
+    if rest or not is_power_of_two:
+        yield Fault(
+            f"logical={config.logical} on {world_size} processes",
+            "each process computes 1, 2, 4, 8, ... parts of a batch: other numbers would round "
+            "otherwise",
+            f"use logical={world_size} or {2 * world_size}, or another number of processes",
+        )
+    if world is not None:
+        yield from _mismatches(config, local_world_size, num_nodes, world)
+
+
+def _mismatches(
+    config: Config, local_world_size: int, num_nodes: int, world: World
+) -> Iterator[Fault]:
+    """Yield a Fault for each size of the request that is not that of the launcher."""
+    launched_as = f"a launcher has started this process as rank {world.rank} of {world.world_size}"
+    if local_world_size != world.local_world_size:
+        if config.backend.process_per == "node":
+            alternative = use("", lambda backend: backend.process_per == "device")
+        else:
+            option = "processes" if config.processes else "gpus"
+            alternative = f"use {option}={world.local_world_size}"
+        yield Fault(
+            f"processes per node: {local_world_size} asked for, {world.local_world_size} started",
             f"{launched_as}, with {world.local_world_size} on this node",
-            f"start {processes} per node (Slurm: --ntasks-per-node={processes}), or "
-            + use(
-                "" if is_per_node else same,
-                lambda other: is_per_node and other.process_per == "device",
-            ),
+            f"start {local_world_size} per node (Slurm: --ntasks-per-node={local_world_size}), "
+            f"or {alternative}",
         )
     if num_nodes != world.num_nodes:
         yield Fault(
@@ -251,8 +328,12 @@ def _mismatches(config: Config, processes: int, num_nodes: int, world: World) ->
 def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Layout:
     """Return the layout of a call, with the rank or the node that this process is in it.
 
-    If srun, mpirun or a pod has started one process per node and the request needs several, this process starts the
-    workers of its node. A process that torchrun has started is always a worker itself.
+        what has started this process       the request              this process
+        nothing                             one node                 starts all workers
+        a pod, or a script for each node    several nodes            starts those of its `node`
+        srun or mpirun, one for each node   several local ranks      starts those of its `node`
+        torchrun, or one for each rank      fits what has started    is a rank of `world`
+
     In a Slurm job, the number of nodes and the GPUs default to those of the allocation.
 
     Args:
@@ -261,45 +342,50 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
         environ: environment variables of this process; not modified.
 
     Raises:
-        ConfigError: the request does not fit the hardware, the launcher or the allocation, or environment variables
-            contradict each other.
+        ConfigError: the request does not fit the hardware, the launcher or the allocation, or
+            environment variables contradict each other.
     """
     allocation = current_allocation(environ)
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    # A worker has started this process, which is no rank, and has inherited the variables.
-    is_of_worker = run_id.startswith(RUN_ID) and run_id != f"{RUN_ID}{os.getpid()}"
-    if is_of_worker:
+    is_started_by_worker = _is_started_by_worker(environ)
+    if is_started_by_worker:
         environ = without_launcher(environ)
     if allocation is not None and allocation.gpus_on_node is not None:
         # Some clusters do not hide the GPUs of other jobs.
-        hardware = Hardware(hardware.device_type, min(hardware.count, allocation.gpus_on_node))
+        count = min(hardware.count, allocation.gpus_on_node)
+        hardware = Hardware(hardware.device_type, count)
     try:
         layout = _place(config, hardware, environ)
     except ConfigError as error:
         raise naming_variables(error, environ) from None
-    if allocation is not None and allocation.hides_gpus and _warns_for_its_node(layout, hardware):
-        layout = dataclasses.replace(
-            layout, warnings=(*layout.warnings, _hidden_gpus_warning(layout))
-        )
-    has_place = layout.world is not None or layout.node is not None
-    if allocation is None or has_place or is_of_worker:
+    if allocation is None or is_started_by_worker:
         return layout
+    if allocation.hides_gpus and _warns_for_its_node(layout, hardware):
+        warnings = (*layout.warnings, _hidden_gpus_warning(layout))
+        layout = dataclasses.replace(layout, warnings=warnings)
     num_nodes = config.num_nodes or allocation.num_nodes
-    if num_nodes > 1:
+    if layout.world is None and layout.node is None and num_nodes > 1:
         raise ConfigError(
             f"num_nodes={num_nodes} in one process of Slurm job {allocation.job_id}",
-            why=f"the job has {allocation.num_nodes} node(s), and without srun the script runs on only one of them",
-            fix=f"start it as srun --nodes={num_nodes} --ntasks-per-node={layout.local_world_size} python train.py; "
+            why=f"the job has {allocation.num_nodes} node(s), and without srun the script runs on "
+            "only one of them",
+            fix=f"start it as srun --nodes={num_nodes} "
+            f"--ntasks-per-node={layout.local_world_size} python train.py; "
             "to use only this node, set num_nodes=1",
         )
     return layout
 
 
+def _is_started_by_worker(environ: Mapping[str, str]) -> bool:
+    """Whether a worker has started this program, which inherits its variables, and is no rank."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    return run_id.startswith(RUN_ID) and run_id != f"{RUN_ID}{os.getpid()}"
+
+
 def _warns_for_its_node(layout: Layout, hardware: Hardware) -> bool:
     """Return whether this rank, of those that see one GPU each, warns of the hidden ones.
 
-    It is the second rank of the first node: the first one's GPU often has the number 0 on the node as well as in its
-    cgroup, which shows nothing.
+    It is the second rank of the first node. The first rank's GPU often has the number 0 on the node
+    as well as in its cgroup, which shows nothing.
     """
     world = layout.world
     is_second = world is not None and world.node_rank == 0 and world.local_rank == 1
@@ -309,27 +395,33 @@ def _warns_for_its_node(layout: Layout, hardware: Hardware) -> bool:
 def _hidden_gpus_warning(layout: Layout) -> str:
     size = layout.local_world_size
     return (
-        f"Slurm lets each of the {size} processes of a node open its own GPU only (--gpus-per-task, --gpu-bind): NCCL "
-        f"cannot use NVLink between them, and copies through the host. Ask for --gpus-per-node={size} or "
-        f"--gres=gpu:{size} without --gpus-per-task and --gpu-bind, or start the tasks by srun --gpu-bind=none."
+        f"Slurm lets each of the {size} processes of a node open its own GPU only "
+        "(--gpus-per-task, --gpu-bind): NCCL cannot use NVLink between them, and copies through "
+        f"the host. Ask for --gpus-per-node={size} or --gres=gpu:{size} without --gpus-per-task "
+        "and --gpu-bind, or start the tasks by srun --gpu-bind=none."
     )
 
 
 def _place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Layout:
+    """Return the layout by what the launcher's variables say; `place` draws the cases."""
     world = detect(environ)
     if world is None:
-        layout = compute_layout(
-            config.changed(num_nodes=config.num_nodes or number_of_pods(environ)), hardware
-        )
-        return dataclasses.replace(
-            layout, node=detect_node(environ) if layout.num_nodes > 1 else None
-        )
-    is_alone = world.local_world_size == 1 and not environ.get(
-        "LOCAL_RANK"
-    )  # on its node, and not by torchrun
-    if is_alone and config.num_nodes in (None, world.num_nodes):
+        num_nodes = config.num_nodes or number_of_pods(environ)
+        layout = compute_layout(config.changed(num_nodes=num_nodes), hardware)
+        if layout.num_nodes > 1:
+            layout = dataclasses.replace(layout, node=detect_node(environ))
+        return layout
+    # torchrun sets LOCAL_RANK. What it has started is always a worker itself.
+    is_alone_on_node = world.local_world_size == 1 and not environ.get("LOCAL_RANK")
+    if is_alone_on_node and config.num_nodes in (None, world.num_nodes):
         layout = compute_layout(config.changed(num_nodes=world.num_nodes), hardware)
         if layout.local_world_size > 1:
-            node = Node(world.master_addr, world.master_port, world.node_rank)
-            return dataclasses.replace(layout, node=node if world.num_nodes > 1 else None)
+            return dataclasses.replace(layout, node=_node_of(world))
     return compute_layout(config, hardware, world)
+
+
+def _node_of(world: World) -> Node | None:
+    """Return the node of a process that is alone on it; None: it is the only node."""
+    if world.num_nodes == 1:
+        return None
+    return Node(world.master_addr, world.master_port, world.node_rank)

@@ -7,16 +7,18 @@ A parser takes the option's name and value, and returns the value or raises a Co
 are kept with their meaning or refused: True is no number, a text is no list of its characters, and
 lists become tuples, so that a plug-in does not change with a list of the user. A parser does not
 get the option's default, such as None.
+
+A function here either is a parser (`flag`, `path`) or returns one (`count(1)`, `choice("a", "b")`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,36 +28,56 @@ import torch
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
 Parse = Callable[[str, Any], Any]
+"""A parser: (name of the option, the user's value) -> the value to keep."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_MOST = 2**63 - 1
+_MAX_COUNT = 2**63 - 1
+
+
+def shown(value: object) -> str:
+    """Return a value as errors show it.
+
+    The repr of a user's object may raise, as may that of an integer with 5000 digits.
+    """
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - a class of the user may raise anything
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
 
 
 def invalid(name: str, value: object, why: str, fix: str) -> ConfigError:
     """Return the error of an option with an invalid value."""
-    return ConfigError(f"{name}={value!r}", why=why, fix=fix)
+    return ConfigError(f"{name}={shown(value)}", why=why, fix=fix)
 
 
 def parse_options(plugin: Any, parsers: Mapping[str, Parse]) -> None:
     """Replace the fields of a frozen dataclass by what their parsers return.
 
+    Args:
+        plugin: the dataclass, whose `__init__` has just set the user's values.
+        parsers: name of a field -> its parser; a field without one stays as it is.
+
     Raises:
         ConfigError: options are invalid; the error lists all of them.
     """
-    faults = list[Fault]()
+    class_name = type(plugin).__name__
     defaults = {field.name: field.default for field in dataclasses.fields(plugin)}
+    faults: list[Fault] = []
     for name, parse in parsers.items():
         value = getattr(plugin, name)
         if value is defaults[name]:
             continue
         try:
-            object.__setattr__(plugin, name, parse(name, value))
+            parsed = parse(name, value)
         except ConfigError as error:
-            faults += error.faults
+            for fault in error.faults:
+                what = f"{class_name}({fault.what})"
+                faults.append(Fault(what, fault.why, fault.fix))
+        else:
+            # The dataclass is frozen, and nobody has seen it yet.
+            object.__setattr__(plugin, name, parsed)
     if faults:
-        kind = type(plugin).__name__
-        named = [Fault(f"{kind}({fault.what})", fault.why, fault.fix) for fault in faults]
-        raise ConfigError.of(named)
+        raise ConfigError.of(faults)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -65,14 +87,17 @@ def flag(name: str, value: Any) -> bool:
     raise invalid(name, value, "it is not a bool", "use True or False")
 
 
-def count(least: int, most: int = _MOST) -> Parse:
+def count(least: int, most: int = _MAX_COUNT) -> Parse:
     """Return the parser of an integer in a range."""
 
     def parse(name: str, value: Any) -> int:
         is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if is_integer and least <= value <= most:
             return int(value)
-        limit = f"from {least} to {most}" if most < _MOST else f"of at least {least}"
+
+        limit = f"from {least} to {most}"
+        if most == _MAX_COUNT:
+            limit = f"of at least {least}"
         why = f"it must be an integer {limit}"
         raise invalid(name, value, why, f"use {name}={least}, for example")
 
@@ -89,11 +114,18 @@ def number(least: float, *, is_above: bool = False) -> Parse:
 
     def parse(name: str, value: Any) -> float:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if is_number and math.isfinite(value):
-            is_in_range = value > least if is_above else value >= least
-            if is_in_range:
-                return int(value) if isinstance(value, numbers.Integral) else float(value)
-        limit = f"above {least:g}" if is_above else f"of at least {least:g}"
+        # An integer may be larger than every float. A comparison with nan is false.
+        if is_number and least <= value <= sys.float_info.max:
+            if isinstance(value, numbers.Integral):
+                parsed: float = int(value)
+            else:
+                parsed = float(value)
+            if parsed > least or not is_above:
+                return parsed
+
+        limit = f"of at least {least:g}"
+        if is_above:
+            limit = f"above {least:g}"
         why = f"it must be a finite number {limit}"
         raise invalid(name, value, why, f"use {name}={least + 1:g}, for example")
 
@@ -113,7 +145,8 @@ def choice(*choices: str) -> Parse:
     def parse(name: str, value: Any) -> str:
         if isinstance(value, str) and value in choices:
             return str(value)
-        raise invalid(name, value, "the value is not known", did_you_mean(str(value), choices))
+        fix = did_you_mean(shown(value), choices)
+        raise invalid(name, value, "the value is not known", fix)
 
     return parse
 
@@ -122,7 +155,9 @@ def either(parse_text: Parse, parse_other: Parse) -> Parse:
     """Return the parser of an option that is a text or something else."""
 
     def parse(name: str, value: Any) -> Any:
-        return parse_text(name, value) if isinstance(value, str) else parse_other(name, value)
+        if isinstance(value, str):
+            return parse_text(name, value)
+        return parse_other(name, value)
 
     return parse
 
@@ -136,10 +171,10 @@ def instance_of(load_class: Callable[[], type], fix: str) -> Parse:
     """
 
     def parse(name: str, value: Any) -> Any:
-        kind = load_class()
-        if isinstance(value, kind):
+        expected = load_class()
+        if isinstance(value, expected):
             return value
-        raise invalid(name, value, f"it is no {kind.__name__}", fix)
+        raise invalid(name, value, f"it is no {expected.__name__}", fix)
 
     return parse
 
@@ -153,10 +188,11 @@ def text(name: str, value: Any) -> str:
 
 def path(name: str, value: Any) -> str:
     """Parse a path, as a text or an object of pathlib."""
+    path = value
     if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if _is_text(value):
-        return str(value)
+        path = os.fspath(value)
+    if _is_text(path):
+        return str(path)
     fix = f"use a text or a pathlib.Path, as in {name}='a/b'"
     raise invalid(name, value, "it is not a path", fix)
 
@@ -165,21 +201,30 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     """Parse a list of texts, of which none is empty. A text alone is refused: it may be several."""
     if isinstance(value, (list, tuple)) and all(_is_text(part) for part in value):
         return tuple(str(part) for part in value)
-    fix = f"use {name}=[{value!r}]" if isinstance(value, str) else f"use {name}=['...', '...']"
+
+    fix = f"use {name}=['...', '...']"
+    if isinstance(value, str):
+        fix = f"use {name}=[{value!r}]"
     raise invalid(name, value, "it must be a list of strings", fix)
 
 
 def command(name: str, value: Any) -> tuple[str, ...]:
-    """Parse a command: a list of its words, or a text that is split as by a shell, "python3 -u"."""
+    """Parse a command.
+
+    ["python3", "-u"]    its words
+    "python3 -u"         a text, which is split as by a shell
+    """
     words = value
     if isinstance(value, str):
         try:
             words = shlex.split(value)
-        except ValueError:  # a quotation without an end
+        except ValueError:
+            # A quotation without an end.
             words = ()
     is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
     if is_list and words and _is_text(words[0]) and "\0" not in "".join(words):
         return tuple(str(word) for word in words)
+
     why = "it is neither a command nor a list of its words"
     fix = f"use {name}=['python3', '-u'] or {name}='python3 -u', as on a command line"
     raise invalid(name, value, why, fix)
@@ -194,10 +239,10 @@ def variables(name: str, value: Any) -> dict[str, str]:
     """Parse environment variables: a mapping from their names to texts."""
     if isinstance(value, Mapping) and all(_is_variable(*item) for item in value.items()):
         return {str(variable): str(content) for variable, content in value.items()}
+
     why = "it must map names of variables to texts"
-    raise invalid(
-        name, value, why, f"use {name}={{'NCCL_DEBUG': 'INFO'}}; a number is a text, too: '1'"
-    )
+    fix = f"use {name}={{'NCCL_DEBUG': 'INFO'}}; a number is a text, too: '1'"
+    raise invalid(name, value, why, fix)
 
 
 def _is_variable(variable: object, content: object) -> bool:
@@ -216,25 +261,34 @@ def texts_by_name(parse_value: Parse, example: str) -> Parse:
     def parse(name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(_is_text(key) for key in value):
             raise invalid(name, value, "it must map names to values", f"use {name}={example}")
-        return {str(key): parse_value(f"{name}[{key!r}]", value[key]) for key in value}
+
+        parsed = {}
+        for key in value:
+            parsed[str(key)] = parse_value(f"{name}[{key!r}]", value[key])
+        return parsed
 
     return parse
 
 
 def device_names(name: str, value: Any) -> tuple[str, ...]:
     """Parse names of devices: a list, or a text with commas; a torch.device stands for its name."""
-    devices: Any = value.split(",") if isinstance(value, str) else value
-    try:
-        if isinstance(devices, (list, tuple)) and devices:
+    devices = value
+    if isinstance(value, str):
+        devices = value.split(",")
+    if isinstance(devices, (list, tuple)) and devices:
+        try:
             return tuple(_device_name(device) for device in devices)
-    except (RuntimeError, TypeError):  # torch knows no such device
-        pass
-    raise invalid(
-        name, value, "it does not name devices of torch", f"use {name}=('cuda:0', 'cuda:1')"
-    )
+        except (RuntimeError, TypeError):
+            # torch knows no such device: the value is invalid.
+            pass
+    fix = f"use {name}=('cuda:0', 'cuda:1')"
+    raise invalid(name, value, "it does not name devices of torch", fix)
 
 
 def _device_name(device: Any) -> str:
-    if not isinstance(device, (str, torch.device)):
+    """Return torch's name for a device; raise a RuntimeError or TypeError if there is none."""
+    if isinstance(device, str):
+        device = torch.device(device.strip())
+    if not isinstance(device, torch.device):
         raise TypeError
-    return str(torch.device(device.strip()) if isinstance(device, str) else device)
+    return str(device)

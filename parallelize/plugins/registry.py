@@ -1,4 +1,11 @@
-"""Registry of plug-ins: a table of those of this package, and the entry points of other distributions."""
+"""Registry of plug-ins: a table of those of this package, and the entry points of others.
+
+    names("backends")          the names of all plug-ins of a family, for messages; imports none
+    find("backends", "ddp")    the class of one plug-in; imports its module, and no other
+
+A plug-in of another distribution is an entry point of the group "parallelize.<family>". It may not
+replace one of this package.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +16,11 @@ from typing import Any, Literal
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Launcher, Precision
 
-Kind = Literal["backends", "launchers", "precision"]
+Family = Literal["backends", "launchers", "precision"]
+"""What a plug-in is. Its modules lie in the folder of this name."""
 
-BUILTIN: Mapping[Kind, Mapping[str, str]] = {
+# Family -> name of a plug-in -> its module in the folder, and its class.
+BUILTIN: Mapping[Family, Mapping[str, str]] = {
     "backends": {
         "auto": "auto.plugin:AutoBackend",
         "balanced": "balanced.plugin:BalancedBackend",
@@ -28,50 +37,52 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = {
     },
     "precision": {"apex": "apex:ApexPrecision", "native": "native:NativePrecision"},
 }
-"""Kind, which is a folder of this package -> name of a plug-in -> its module and class."""
 
-_BASE_CLASSES: dict[Kind, type] = {
+_BASE_CLASSES: Mapping[Family, type] = {
     "backends": Backend,
     "launchers": Launcher,
     "precision": Precision,
 }
 
 
-def names(kind: Kind) -> tuple[str, ...]:
-    """Return the sorted names of all plug-ins of a kind; imports none.
-
-    Args:
-        kind: other distributions declare theirs in the entry point group `parallelize.<kind>`.
-    """
-    return tuple(sorted({*BUILTIN[kind], *entry_points(group=f"parallelize.{kind}").names}))
+def names(family: Family) -> tuple[str, ...]:
+    """Return the sorted names of all plug-ins of a family."""
+    installed = entry_points(group=f"parallelize.{family}")
+    return tuple(sorted({*BUILTIN[family], *installed.names}))
 
 
-def find(kind: Kind, name: str) -> Any:
-    """Return the class of a plug-in by name, None if no plug-in has it; no other plug-in is imported.
-
-    A built-in plug-in takes precedence over a plug-in of the same name from another distribution.
+def find(family: Family, name: str) -> Any:
+    """Return the class of a plug-in; None: no plug-in has this name.
 
     Raises:
-        ConfigError: another distribution's plug-in of this name cannot be imported or has the wrong base class.
+        ConfigError: the plug-in of another distribution cannot be imported, or its base class is
+            not that of the family.
     """
-    group, base = f"parallelize.{kind}", _BASE_CLASSES[kind]
-    if name in BUILTIN[kind]:
-        return EntryPoint(name, f"{group}.{BUILTIN[kind][name]}", group).load()
-    for point in entry_points(group=group, name=name):
-        what = f"plug-in {name!r} ({point.value})"
-        try:
-            loaded = point.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"{what} cannot be imported: {error}",
-                why=f"an installed distribution declares it in the entry point group {group}",
-                fix="update or remove that distribution",
-            ) from error
-        if not (isinstance(loaded, type) and issubclass(loaded, base)):
-            raise ConfigError(
-                f"{what} is {loaded!r}",
-                why=f"an entry point of {group} must be a subclass of {base.__module__}.{base.__name__}",
-                fix="update or remove the distribution that declares it",
-            )
-        return loaded
+    group = f"parallelize.{family}"
+    if name in BUILTIN[family]:
+        return EntryPoint(name, f"{group}.{BUILTIN[family][name]}", group).load()
+    for entry_point in entry_points(group=group, name=name):
+        return _load(entry_point, _BASE_CLASSES[family])
     return None
+
+
+def _load(entry_point: EntryPoint, base: type) -> type:
+    """Return the class of another distribution's plug-in, which has to be a subclass of `base`."""
+    what = f"plug-in {entry_point.name!r} ({entry_point.value})"
+    try:
+        plugin = entry_point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{what} cannot be imported: {error}",
+            why="an installed distribution declares it in the entry point group "
+            f"{entry_point.group}",
+            fix="update or remove that distribution",
+        ) from error
+    if isinstance(plugin, type) and issubclass(plugin, base):
+        return plugin
+    raise ConfigError(
+        f"{what} is {plugin!r}",
+        why=f"an entry point of {entry_point.group} must be a subclass of "
+        f"{base.__module__}.{base.__name__}",
+        fix="update or remove the distribution that declares it",
+    )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import hardware, option_sets, worlds
 
 from parallelize import ConfigError, distributed
 from parallelize.cluster.devices import Hardware
@@ -12,6 +16,7 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.explain import explain
 from parallelize.config.layout import compute_layout
+from parallelize.plugins import registry
 
 
 @distributed(processes=2, seed=3, timeout=90, max_restarts=1, logs="all")
@@ -82,3 +87,25 @@ def test_variables_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """PARALLELIZE_ variables are applied, as in a call."""
     monkeypatch.setenv("PARALLELIZE_PROCESSES", "3")
     assert rows(train.explain())["processes"] == "1 node(s) x 3 = 3"
+
+
+@given(
+    options=option_sets(),
+    backend=st.sampled_from(registry.names("backends")),
+    engine=st.sampled_from(registry.names("precision")),
+    machine=hardware,
+    world=st.none() | worlds(),
+    queue=st.sampled_from([None, "slurm"]),
+)
+def test_every_layout_is_explained(
+    options: dict[str, Any], backend: str, engine: str, machine: Hardware, world: World | None, queue: str | None
+) -> None:
+    """Whatever can be laid out, on any machine and by any launcher, is a table with every row."""
+    try:
+        config = Config.parse(**options, backend=backend, amp_engine=engine)
+        layout = compute_layout(config, machine, world)
+    except ConfigError:
+        return
+    described = rows(explain(layout, name="train", queue=queue))
+    expected = {"backend", "processes", "devices", "starts", "collectives", "precision", "seed", "timeout"}
+    assert expected | {"restarts", "logs"} <= described.keys()

@@ -66,6 +66,19 @@ WORDS = [
     *("forkserver", "spawn", "spwan", "auto", "world", "node", "device", "fp16", "PACK", "cpu", "cuda:0", "cpu,cpu"),
     *("python3 -u", "ssh", "gpu1:8", "gpu1, gpu2", "4h", "5min", "1-02:00:00", "64G", "a 'b c'", "a 'b", "", " ", "\0"),
 ]
+
+
+class Broken:
+    """Cannot be shown, as an object of a user whose __init__ has failed."""
+
+    def __repr__(self) -> str:
+        raise AttributeError("name")
+
+    __str__ = __repr__
+
+
+# Values that Python cannot evaluate, compare with a float, or show.
+HOSTILE = ["{[]: 1}", "-" * 5000 + "1", "(" * 5000, "9" * 5000, 10**400, -(10**400), 10**5000, [10**30], Broken()]
 scalars = (
     st.none()
     | st.booleans()
@@ -82,6 +95,7 @@ scalars = (
             *(torch.tensor(2.0), torch.device("cpu"), torch.float16, Path("a", "b"), object(), len),
             *(nn.Linear, [nn.Linear, nn.Conv1d], int, nn.Identity()),
             *(PLAN, torch_fsdp.MixedPrecisionPolicy()),
+            *HOSTILE,
         ]
     )
 )
@@ -287,6 +301,20 @@ def test_options_of_functions_are_checked(
         call()
     assert named in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+def test_values_that_cannot_be_evaluated_or_shown_are_refused(value: object) -> None:
+    """Each is a fault with a reason and a fix, of options of plug-ins and of a call alike."""
+    for plugin, option in OPTIONS:
+        made = made_or_error(plugin, {option: value})
+        assert isinstance(made, (plugin, ConfigError))
+    for option in ("gpus", "processes", "timeout", "seed", "backend", "amp", "launcher", "process_group_backend"):
+        with pytest.raises(ConfigError) as caught:
+            Config.parse(**{option: value})
+        (fault,) = caught.value.faults
+        assert fault.what.startswith(f"{option}=")
+        assert all((fault.why, fault.fix))
 
 
 @pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(Config)])
