@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overlo
 import wrapt
 
 from parallelize.call.pickling import check_is_plain_function, is_importable
-from parallelize.call.returned import restore, unreturned_warning
+from parallelize.call.returned import bring_back
 from parallelize.call.task import Task, name_of
 from parallelize.call.tracebacks import folded_traceback
 from parallelize.cluster.devices import Hardware, probe
@@ -353,10 +353,7 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
         warnings.warn(f"{path} {text}", stacklevel=4)
     outcomes = by.launch(task, node=node, environ=os.environ)
     first = outcomes[0]
-    problems = [*restore(task.stateful, first.states), *unreturned_warning(outcomes)]
-    if first.random_states is not None:
-        first.random_states.restore(task.layout.devices[0])
-    for problem in problems:
+    for problem in bring_back(task, outcomes):
         warnings.warn(problem, stacklevel=4)
     if first.is_interrupted:
         signal.raise_signal(signal.SIGINT)  # now that what was trained has come back

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from parallelize.call.module_values import ModuleValues
+from parallelize.call.object_states import bytes_of_models
 from parallelize.call.pickling import dump, full_disk_error, load, pickle_by_value_unless_importable
 from parallelize.call.reachable import CODE, free_variables, is_a, is_stateful, namespace
-from parallelize.call.returned import bytes_of_models, data_of
+from parallelize.call.unreturned import data_of
 from parallelize.config.layout import Layout
 
 

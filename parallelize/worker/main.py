@@ -56,13 +56,11 @@ import torch
 from parallelize.call.logs import append_line, without_log_files
 from parallelize.call.outcome import Outcome
 from parallelize.call.pickling import pickle_main_by_value, populate_main
-from parallelize.call.random_states import RandomStates, advances_caller
-from parallelize.call.returned import Changes
+from parallelize.call.returned import WayBack
 from parallelize.call.task import Task
 from parallelize.cluster.world import World
 from parallelize.errors import LaunchError
 from parallelize.hang_detection.watchdog import Watchdog
-from parallelize.run.context import Runtime
 from parallelize.run.surroundings import loading_task, surroundings
 from parallelize.torch_patches.process_groups import replace_group_functions
 from parallelize.worker.function_run import active_run, call_function
@@ -143,9 +141,7 @@ def _load_task(setup: WorkerSetup, world: World, files: tuple[str, str] | None) 
 
 def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSetup) -> None:
     """Connect, run the function, write the outcome and disconnect."""
-    changes = None
-    if world.is_main and task.layout.config.update_modules:
-        changes = Changes(task.stateful, task.data)
+    way_back = WayBack(task, world)
     rendezvous = setup.rendezvous(world.rank)
     with active_run(
         task.layout.renumbered(),
@@ -164,7 +160,9 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             value = _value_of_function(task, stop)
             shutdown.end_if_forked()
             _synchronize(runtime.devices)
-            outcome = _outcome(task, runtime, value, changes)
+            outcome = way_back.outcome(
+                value, devices=runtime.devices, has_evaluated=runtime.loaders.has_evaluated
+            )
             _write(outcome, shutdown.path)
             # The caller has the value: from here on, SIGTERM ends a process that leaves at once.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -213,21 +211,6 @@ def _synchronize(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-
-def _outcome(task: Task, runtime: Runtime, value: object, changes: Changes | None) -> Outcome:
-    """Return what this rank hands to its caller: rank 0 the value and what has changed."""
-    world = runtime.world
-    random_states = None
-    if world.is_main and advances_caller(runtime.config):
-        random_states = RandomStates.capture(runtime.devices)
-    changed = {} if changes is None else changes.found()
-    if not task.all_ranks and runtime.loaders.has_evaluated and type(value) in (int, float):
-        changed["evaluated"] = repr(value)  # the caller warns if ranks have evaluated other samples
-    is_returned = world.is_main or task.all_ranks
-    return Outcome.returned(
-        world, value if is_returned else None, random_states=random_states, **changed
-    )
 
 
 def _write(outcome: Outcome, path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,3 +143,34 @@ def test_a_joined_call_trains_the_callers_own_objects(run_script: Callable[..., 
         weight, moment, epoch = one[1:]
         assert (len(weight), len(moment), epoch) == (2, 2, 1)
         assert any(any(row) for row in moment)
+
+
+class Table:
+    def __init__(self) -> None:
+        self.rows = [1, 2]
+
+    @functools.cached_property
+    def total(self) -> int:
+        return sum(self.rows)
+
+
+@distributed(processes=2)
+def read_only(table: Table, spread: torch.distributions.Distribution) -> tuple[int, Any]:
+    return table.total, spread.covariance_matrix
+
+
+def test_an_object_that_was_only_read_is_not_named() -> None:
+    """Values that it computes once stay in the workers, and a change of what it computes them from is named."""
+    table, spread = Table(), torch.distributions.MultivariateNormal(torch.zeros(2), scale_tril=torch.eye(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        total, covariance = read_only(table, spread)
+    assert (total, covariance.tolist()) == (3, [[1, 0], [0, 1]])
+    assert "total" not in vars(table)
+    with pytest.warns(UserWarning, match=r"^table\.rows changed in the workers and does not come back"):
+        append_to(table)
+
+
+@distributed(processes=2)
+def append_to(table: Table) -> None:
+    table.rows.append(table.total)

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from parallelize.call.object_states import restore, states_of
 from parallelize.call.outcome import Outcome
-from parallelize.call.returned import Changes, data_of, restore, unreturned_warning
+from parallelize.call.unreturned import UnreturnedChanges, data_of, unreturned_warnings
 from parallelize.cluster.world import World
 
 
@@ -35,10 +36,8 @@ EXPANDED = torch.tensor(1.0).expand(2, 2)  # its elements share memory
 
 def changed(*objects: Any, change: Callable[..., object]) -> dict[int, Any]:
     """Return the states of objects that a function has changed."""
-    changes = Changes(objects, dict)
     change(*objects)
-    states: dict[int, Any] = changes.found()["states"]
-    return states
+    return states_of(objects)
 
 
 def fill(module: nn.Module) -> None:
@@ -212,10 +211,12 @@ def test_changes_are_named(name: str) -> None:
     """By the attribute of an argument; not what comes back, nor what datasets cache."""
     change, names = CHANGES[name]
     it = Trainer()
-    changes = Changes([it.model, it.optimizer], lambda: {**data_of("it", it), **data_of("optimizer", it.optimizer)})
-    assert changes.found()["unreturned"] == []
+    changes = UnreturnedChanges(
+        [it.model, it.optimizer], lambda: {**data_of("it", it), **data_of("optimizer", it.optimizer)}
+    )
+    assert changes.names() == []
     change(it)
-    assert changes.found()["unreturned"] == names
+    assert changes.names() == names
 
 
 MIB = 2**20
@@ -281,7 +282,7 @@ def bytes_to_compare(item: object) -> int:
 
     tracemalloc.start()
     try:
-        unreturned = Changes([], data).found()["unreturned"]
+        unreturned = UnreturnedChanges([], data).names()
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -334,9 +335,9 @@ def test_changes_of_large_tensors_are_named(name: str) -> None:
     """By identity and version; the small parts beside them as ever; copies that a class pickles are not compared."""
     change, names = LARGE_CHANGES[name]
     it = Holder()
-    changes = Changes([], lambda: data_of("it", it))
+    changes = UnreturnedChanges([], lambda: data_of("it", it))
     change(it)
-    assert changes.found()["unreturned"] == names
+    assert changes.names() == names
 
 
 @pytest.mark.parametrize("mode", ["r+", "c"])
@@ -344,17 +345,17 @@ def test_what_is_written_to_a_file_is_not_lost(tmp_path: Path, mode: Any) -> Non
     """A memmap's changes are in its file, but not those of a private one."""
     np.zeros(100).tofile(tmp_path / "x")
     memmap = np.memmap(tmp_path / "x", dtype=np.float64, mode=mode)
-    changes = Changes([], lambda: {"whole": memmap, "part": memmap[:50], "plain": np.asarray(memmap)})
+    changes = UnreturnedChanges([], lambda: {"whole": memmap, "part": memmap[:50], "plain": np.asarray(memmap)})
     memmap[3] = 1.0
-    assert changes.found()["unreturned"] == ([] if mode == "r+" else ["part", "plain", "whole"])
+    assert changes.names() == ([] if mode == "r+" else ["part", "plain", "whole"])
 
 
 def test_the_warning() -> None:
     """Names five changes, and numbers of which each rank has evaluated its own samples; equal ones are of all."""
     outcomes = [Outcome(rank, "host", 1, 0.5, evaluated="0.5") for rank in range(2)]
-    assert unreturned_warning(outcomes) == []
-    [text] = unreturned_warning([*outcomes, Outcome(2, "host", 1, None, evaluated="0.7")])
+    assert unreturned_warnings(outcomes) == []
+    [text] = unreturned_warnings([*outcomes, Outcome(2, "host", 1, None, evaluated="0.7")])
     assert text.startswith("rank 0 returned 0.5, and rank 2 0.7: each evaluated its own samples")
-    assert unreturned_warning([Outcome.returned(World(), 1)]) == []
-    [text] = unreturned_warning([Outcome.returned(World(), 1, unreturned=[f"x{index}" for index in range(7)])])
+    assert unreturned_warnings([Outcome.returned(World(), 1)]) == []
+    [text] = unreturned_warnings([Outcome.returned(World(), 1, unreturned=[f"x{index}" for index in range(7)])])
     assert text.startswith("x0, x1, x2, x3, x4 and 2 more changed in the workers and do not come back: ")
