@@ -357,4 +357,6 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
         warnings.warn(problem, stacklevel=4)
     if first.is_interrupted:
         signal.raise_signal(signal.SIGINT)  # now that what was trained has come back
+    if first.has_exited:
+        raise SystemExit(0)  # rank 0 has called sys.exit(): the program ends, as in one process
     return [outcome.value for outcome in outcomes] if task.all_ranks else first.value

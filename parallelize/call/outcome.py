@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import signal
 import socket
 import time
 import traceback
@@ -42,6 +43,7 @@ class Outcome:
         unreturned: names of other things that the call changed; rank 0 only.
         evaluated: the number that the function returned, as text, if it has evaluated this rank's samples.
         is_interrupted: whether Ctrl-C has interrupted the function, which has then returned; rank 0 only.
+        has_exited: whether the function has called sys.exit(), or sys.exit(0), in place of a return.
         random_states: where the function left the global generators, for the caller's; rank 0 only; None: the call
             leaves the caller's alone.
     """
@@ -57,7 +59,18 @@ class Outcome:
     unreturned: Sequence[str] = ()
     evaluated: str | None = None
     is_interrupted: bool = False
+    has_exited: bool = False
     random_states: RandomStates | None = None
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether SIGTERM has ended the function, as launchers send it to stop workers."""
+        return isinstance(self.error, SystemExit) and self.error.code == 128 + signal.SIGTERM
+
+    @property
+    def is_exit(self) -> bool:
+        """Whether the function has called sys.exit(), with any code or text."""
+        return self.has_exited or (isinstance(self.error, SystemExit) and not self.was_stopped)
 
     @classmethod
     def returned(cls, world: World, value: object, **others: Any) -> Outcome:

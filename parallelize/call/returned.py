@@ -50,12 +50,18 @@ class WayBack:
             self._changes = UnreturnedChanges(task.stateful, task.data)
 
     def outcome(
-        self, value: object, *, devices: Sequence[torch.device], has_evaluated: bool
+        self,
+        value: object,
+        *,
+        has_exited: bool,
+        devices: Sequence[torch.device],
+        has_evaluated: bool,
     ) -> Outcome:
-        """Return the outcome of the function, which has just returned.
+        """Return the outcome of the function, which has just ended without an error.
 
         Args:
-            value: what it has returned.
+            value: what it has returned; None if it has exited.
+            has_exited: whether it has called sys.exit() in place of a return.
             devices: the devices of this rank.
             has_evaluated: whether it has read the samples of this rank from a loader without
                 training, so that a number which it returns may be of these samples alone.
@@ -80,6 +86,7 @@ class WayBack:
             states=states,
             unreturned=unreturned,
             evaluated=evaluated,
+            has_exited=has_exited,
             random_states=random_states,
         )
 

@@ -24,7 +24,7 @@ from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.config.options import ALL_GPUS, gpus_text
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, WorkerError
 from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
 
@@ -126,7 +126,15 @@ class BatchJob(abc.ABC, Generic[R]):
             LaunchError: a node is lost.
         """
         with folded_traceback:
-            outcomes = self._wait(timeout_s)
+            try:
+                outcomes = self._wait(timeout_s)
+            except SystemExit as exc:
+                # The function has ended the job's program, and not the one that asks for the result.
+                raise WorkerError(
+                    f"the call of job {self.id} has exited: sys.exit({exc.code!r})",
+                    why="all its ranks have called sys.exit(), which ends the job",
+                    fix="return a value, or raise an exception, whose reason can be shown here",
+                ) from exc
         value: Any = [each.value for each in outcomes] if self._all_ranks else outcomes[0].value
         return value  # type: ignore[no-any-return]  # the value was pickled
 

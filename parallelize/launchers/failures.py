@@ -22,6 +22,7 @@ import enum
 import re
 import signal
 from collections.abc import Sequence
+from operator import attrgetter
 
 from parallelize.call.outcome import Outcome, error_text, format_error
 from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
@@ -80,7 +81,7 @@ def end_of(outcome: Outcome) -> End:
     error = outcome.error
     if error is None:
         return End.RETURNED
-    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+    if outcome.was_stopped:
         return End.STOPPED
     if _PEER_LOST.search(outcome.traceback) and not isinstance(error, SyncError):
         return End.LOST_CONNECTION
@@ -149,12 +150,17 @@ def caller_exception(
 ) -> BaseException:
     """Return the exception to raise in the caller: that of the cause, with notes on all ranks.
 
+    It is a SystemExit if all ranks have called sys.exit(), as the program does that they are one of.
+
     Args:
         outcomes: those that ranks have written, and those of workers that died; at least one has
             an error.
         world_size: number of ranks.
         earlier: the exceptions of the previous attempts.
     """
+    program_exit = _program_exit(outcomes, world_size)
+    if program_exit is not None:
+        return program_exit
     cause = _cause_of(outcomes)
     error = _error_of(cause)
     notes = []
@@ -172,6 +178,18 @@ def caller_exception(
         error.rank = cause.rank
         error.host = cause.host
     return error
+
+
+def _program_exit(outcomes: Sequence[Outcome], world_size: int) -> SystemExit | None:
+    """Return rank 0's exit if all ranks have exited; None: the call has failed.
+
+    Another rank's error code is not lost: if rank 0 has exited without one, the call has failed.
+    """
+    if len(outcomes) < world_size or not all(outcome.is_exit for outcome in outcomes):
+        return None
+    outcome_of_rank_0 = min(outcomes, key=attrgetter("rank"))
+    error = outcome_of_rank_0.error
+    return error if isinstance(error, SystemExit) else None
 
 
 def _cause_of(outcomes: Sequence[Outcome]) -> Outcome:

@@ -157,11 +157,14 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             has_accelerator=runtime.device.type != "cpu",
         )
         try:
-            value = _value_of_function(task, stop)
+            value, has_exited = _value_of_function(task, stop)
             shutdown.end_if_forked()
             _synchronize(runtime.devices)
             outcome = way_back.outcome(
-                value, devices=runtime.devices, has_evaluated=runtime.loaders.has_evaluated
+                value,
+                has_exited=has_exited,
+                devices=runtime.devices,
+                has_evaluated=runtime.loaders.has_evaluated,
             )
             _write(outcome, shutdown.path)
             # The caller has the value: from here on, SIGTERM ends a process that leaves at once.
@@ -183,8 +186,11 @@ def _watchdog(task: Task, shutdown: WorkerShutdown, setup: WorkerSetup) -> Watch
     return watchdog
 
 
-def _value_of_function(task: Task, stop: StopHandler) -> Any:
-    """Call the function with the handlers of signals; return its value.
+def _value_of_function(task: Task, stop: StopHandler) -> tuple[Any, bool]:
+    """Call the function with the handlers of signals.
+
+    Returns:
+        Its value, and whether it has called sys.exit() without an error in place of a return.
 
     Raises:
         BaseException: the function's own; after a signal, that of the handler.
@@ -193,11 +199,11 @@ def _value_of_function(task: Task, stop: StopHandler) -> Any:
     # Python's handlers.
     stop.install()
     try:
-        return call_function(task)
+        return call_function(task), False
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
-        return None
+        return None, True
     except RuntimeError as error:
         # After a signal, this is the error of a collective that the handler's thread has
         # interrupted: the signal is the cause.

@@ -60,6 +60,8 @@ the rest is for `finally` blocks.
 _STALLED_S = {signal.SIGINT: 3.0, signal.SIGTERM: 0.5}
 """For how long, if it waits for a collective, and no collective makes progress: another rank has
 handled the signal, and makes no more of them."""
+_EXITS_WITHIN_S = 1.0
+"""How far apart the ranks may call sys.exit(1). If all do, the program exits; else a rank has failed."""
 
 
 class WorkerShutdown:
@@ -99,7 +101,10 @@ class WorkerShutdown:
             if self.path.exists():
                 traceback.print_exception(error)
             else:
-                Outcome.raised(self._world, error).write(self._error_path)
+                outcome = Outcome.raised(self._world, error)
+                outcome.write(self._error_path)
+                if outcome.is_exit:
+                    self._wait_for_exits()
         except Exception:  # noqa: BLE001 - a full disk: the caller shows the rank's last output
             # A caller that has left, as after Ctrl-C, wants to hear nothing.
             has_caller = self._error_path.parent.exists()
@@ -109,6 +114,21 @@ class WorkerShutdown:
         finally:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)  # never reached
+
+    def _wait_for_exits(self) -> None:
+        """Wait for the other ranks of this node: this process's end would stop those that are about to exit."""
+        first = self._world.node_rank * self._world.local_world_size
+        ranks = set(range(first, first + self._world.local_world_size))
+        end_s = time.monotonic() + _EXITS_WITHIN_S
+        while ranks and time.monotonic() < end_s:
+            for rank in list(ranks):
+                paths = (
+                    self.path.with_suffix(f".{rank}"),
+                    self._error_path.with_suffix(f".{rank}"),
+                )
+                if any(path.exists() for path in paths):
+                    ranks.remove(rank)
+            time.sleep(0.02)
 
     def end_if_forked(self, error: BaseException | None = None) -> None:
         """End this process if the function has forked it: it is no rank, and has no outcome.

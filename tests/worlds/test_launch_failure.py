@@ -213,11 +213,6 @@ def test_the_cause_is_named(what: str) -> None:
     assert leave_badly("") == 1
 
 
-def test_sys_exit_without_a_code_returns_none() -> None:
-    """sys.exit() is a return of None."""
-    assert distributed(processes=2)(lambda: sys.exit() if rank() == 1 else 7).all_ranks() == [7, None]
-
-
 @distributed(processes=2, max_restarts=1)
 def die_again() -> None:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -124,12 +124,23 @@ def test_a_sync_error_that_explains_a_lost_connection_is_the_cause() -> None:
     assert error_of(explained, lost_connection(1, 1.0)) is error
 
 
-def test_exits_are_worker_errors() -> None:
+def test_the_exit_of_all_ranks_is_that_of_the_program() -> None:
+    """In any order; a rank that was stopped has not exited, and an error code is not lost."""
+    exits = [raised(1, 1.0, SystemExit(3)), raised(0, 2.0, SystemExit("no data"))]
+    assert error_of(*exits, world_size=2) is exits[1].error
+    for first in (stopped(0, 2.0), Outcome(0, "host0", 100, has_exited=True), Outcome(0, "host0", 100, value=1)):
+        error = error_of(exits[0], first, world_size=2)
+        assert isinstance(error, WorkerError)
+        assert (error.rank, error.exitcode) == (1, 3)
+
+
+def test_other_exits_are_worker_errors() -> None:
     """SystemExit itself would end the caller without a message; a SIGTERM that the agent did not send is a cause."""
     error = error_of(raised(0, 1.0, SystemExit(3)), stopped(1, 2.0))
     assert isinstance(error, WorkerError)
     assert error.exitcode == 3
     assert error_of(raised(0, 1.0, SystemExit("bye"))).exitcode == 1
+    assert not raised(0, 1.0, SystemExit(3)).was_stopped
     error = error_of(lost_connection(0, 2.0), stopped(1, 1.0), stopped(2, 2.5))
     assert (error.rank, error.signal_name) == (1, "SIGTERM")
 
