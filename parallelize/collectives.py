@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.gradients import differentiable
 from parallelize.hang_detection.stack_frames import call_site
-from parallelize.hang_detection.waiting import waiting_for
+from parallelize.hang_detection.statements import rank_test_around
+from parallelize.hang_detection.waiting import WaitKind, waiting_for
 from parallelize.run import context
 from parallelize.run.containers import leaves, map_leaves
 
@@ -154,7 +156,9 @@ def main_first() -> Iterator[None]:
 
 def _raise_remote_failure(failure: BaseException | None) -> None:
     """Exchange failures between ranks; raise SyncError if another rank has failed and this rank has not."""
-    failures = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    text_of_failure = None if failure is None else f"{type(failure).__name__}: {failure}"
+    with waiting_for("main_first", wait_kind=WaitKind.CALL):
+        failures = gather_objects(text_of_failure)
     for rank, text in enumerate(failures):
         if text is not None and failure is None:
             raise SyncError(
@@ -229,10 +233,14 @@ def _keeps_dtype(op: str, dtype: torch.dtype) -> bool:
 def _check_same_call(call: str, x: Any) -> None:
     """Raise SyncError if the processes make different calls, which would hang or silently mix up values."""
     text = f"{call} of {_signature(x)}" if x is not None else call
-    with waiting_for(call):
+    with waiting_for(call, wait_kind=WaitKind.CALL):
         if len(set(differentiable.all_gather(digest(text)).tolist())) == 1:
             return
-        texts = gather_objects(f"{text} ({call_site()})")
+        test = rank_test_around([*traceback.walk_stack(None)])
+        place = call_site()
+        if test is not None:
+            place += f", under {test.text}"
+        texts = gather_objects(f"{text} ({place})")
     raise SyncError(
         "processes differ: "
         + "; ".join(f"rank {rank} is at {each}" for rank, each in enumerate(texts)),

@@ -158,11 +158,16 @@ def _gathered(row: torch.Tensor) -> torch.Tensor:
     Args:
         row: this rank's, on the CPU: the group of comparisons sends no other tensors.
     """
-    run = context.current()
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    group = separate_group(run.world, run.device, GroupPurpose.COMPARISONS)
-    dist.all_gather(rows, row, group=group)
+    dist.all_gather(rows, row, group=comparison_group())
     return torch.stack(rows)
+
+
+def comparison_group() -> dist.ProcessGroup:
+    """Return the group in which the ranks of a run compare; a collective, at its first call."""
+    run = context.current()
+    group: dist.ProcessGroup = separate_group(run.world, run.device, GroupPurpose.COMPARISONS)
+    return group
 
 
 def require_same_model(model: nn.Module) -> None:

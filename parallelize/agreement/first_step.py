@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.agreement.fingerprint import fingerprint
+from parallelize.agreement.fingerprint import comparison_group, fingerprint
 from parallelize.agreement.gather import gather_objects
 from parallelize.gradients.target_counts import are_equal
 from parallelize.run.containers import leaves
@@ -75,7 +75,8 @@ class FirstStep:
             # Nothing is known of the inputs: another number on each rank makes them count as
             # different.
             hash_of_inputs = rank()
-        replies = gather_objects((hash_of_inputs, tuple(counts_of_terms)))
+        sent = hash_of_inputs, tuple(counts_of_terms)
+        replies = gather_objects(sent, group=comparison_group())
         distinct_inputs, counts_of_ranks = set(), []
         for hash_of_rank, counts_of_rank in replies:
             distinct_inputs.add(hash_of_rank)

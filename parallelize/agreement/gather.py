@@ -106,6 +106,7 @@ def gather_objects(
 def broadcast_object(
     value: Any,
     *,
+    group: Any = None,
     device: torch.device = _CPU,
     dump: Callable[[Any], bytes] = pickle.dumps,
     load: Callable[[bytes], Any] = pickle.loads,
@@ -114,12 +115,13 @@ def broadcast_object(
 
     Args:
         value: what rank 0 sends. The values of the other ranks are ignored.
+        group: as for `gather_objects`.
         device: as for `gather_objects`.
         dump: as for `gather_objects`.
         load: as for `gather_objects`.
     """
     is_sender = dist.get_rank() == 0
-    exchange = _Exchange(None, value if is_sender else None, dump)
+    exchange = _Exchange(group, value if is_sender else None, dump)
     message = exchange.message_of_rank_0()
     (received,) = exchange.read([0], [message], device, load)
     return value if is_sender else received

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from parallelize.agreement.fingerprint import comparison_group
 from parallelize.agreement.gather import broadcast_object, gather_objects
 from parallelize.run.context import Runtime
 from parallelize.run.generators import global_generators, state_hash
@@ -46,7 +47,8 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
     hashes = {}
     for name, generator in generators.items():
         hashes[name] = state_hash(generator.get())
-    hashes_by_rank: list[_Hashes] = gather_objects(hashes)
+    group = comparison_group()
+    hashes_by_rank: list[_Hashes] = gather_objects(hashes, group=group)
     for name, generator in generators.items():
         hashes_of_lower_ranks = hashes_by_rank[: world.rank]
         if _is_among(hashes_of_lower_ranks, name, hashes[name]):
@@ -55,7 +57,8 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
     if not _has_equal_states(hashes_by_rank):
         # All ranks return here, or none: the broadcast is a collective.
         return
-    states = broadcast_object({name: generator.get() for name, generator in generators.items()})
+    states_of_rank = {name: generator.get() for name, generator in generators.items()}
+    states = broadcast_object(states_of_rank, group=group)
     for name, generator in generators.items():
         if hashes_by_rank[0].get(name) == hashes[name]:
             generator.set(states[name])

@@ -22,6 +22,8 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from parallelize.call.tracebacks import folded_traceback
 from parallelize.errors import ConfigError
+from parallelize.hang_detection.stack_frames import call_site
+from parallelize.hang_detection.waiting import WaitKind, waiting_for
 from parallelize.run import context
 from parallelize.run.group_abort import is_interrupted
 from parallelize.run.surroundings import surroundings
@@ -40,13 +42,17 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
 
     def __init__(self, begin: Callable[[], contextlib.AbstractContextManager[M]]) -> None:
         self._begin = begin
+        # The line where the latest block begins: "train.py:11".
+        self._line = ""
         # The blocks that have begun and not ended, the latest one last.
         self._open_blocks: list[contextlib.AbstractContextManager[M]] = []
 
     def __enter__(self) -> M:
         """Begin the block; return the model, or a tuple of the models."""
         block = self._begin()
-        models = block.__enter__()
+        self._line = call_site()
+        with waiting_for("parallel_model", wait_kind=WaitKind.CALL):
+            models = block.__enter__()
         self._open_blocks.append(block)
         surroundings().script.open_blocks.append(self)
         return models
@@ -63,7 +69,9 @@ class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
             # Ctrl-C stops the ranks at different steps, and the user's code may have caught it. As
             # after any exception, the end of the block then waits for no rank.
             error_type, error = KeyboardInterrupt, KeyboardInterrupt()
-        is_suppressed = self._open_blocks.pop().__exit__(error_type, error, traceback)
+        block = self._open_blocks.pop()
+        with waiting_for("the end of the block", wait_kind=WaitKind.END_OF_BLOCK, block=self._line):
+            is_suppressed = block.__exit__(error_type, error, traceback)
         if context.active() is None:
             # A decorated function removes this package's frames from the traceback of an error. In
             # a script without such a function, this is the last place to do so.

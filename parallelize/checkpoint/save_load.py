@@ -34,7 +34,7 @@ from parallelize.checkpoint.states import (
 )
 from parallelize.collectives import num_processes
 from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
-from parallelize.hang_detection.waiting import waiting_for
+from parallelize.hang_detection.waiting import WaitKind, waiting_for
 from parallelize.plugins.options import flag
 from parallelize.run import context
 from parallelize.run.containers import is_entangled, leaves, map_leaves
@@ -150,7 +150,7 @@ def together(call: str, *, is_shared: bool = True) -> Iterator[list[Any]]:
         holds such a list of each rank.
     """
     own: list[Any] = []
-    with waiting_for(call):
+    with waiting_for(call, wait_kind=WaitKind.CALL):
         try:
             yield own
         except Exception as exc:
@@ -201,7 +201,7 @@ def prepare_save(
     _, (folder, *_), rng = zip(*ranks, strict=True)
     for verification in dict.fromkeys(each.owner.verification for each in _routes(objects)):
         if verification is not None:
-            with waiting_for(call):
+            with waiting_for(call, wait_kind=WaitKind.CALL):
                 verification.compare(f"at {call}")
     content: dict[str, Any] = {}
     with together(call):
@@ -218,7 +218,7 @@ def prepare_save(
 
     run = context.current()
     purpose = GroupPurpose.BACKGROUND_SAVES if stage else GroupPurpose.COMPARISONS
-    with waiting_for(call):
+    with waiting_for(call, wait_kind=WaitKind.CALL):
         group = separate_group(run.world, run.device, purpose) if has_shards and len(rng) > 1 else None
     return functools.partial(write_folder, path, folder, content, group, own_rank)
 

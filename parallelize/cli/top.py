@@ -32,6 +32,8 @@ import torch.distributed as dist
 from parallelize.errors import list_ranks
 from parallelize.hang_detection.deadlock import awaited_ranks, waiting_line
 from parallelize.hang_detection.rank_state import Collective, RankState
+from parallelize.hang_detection.statements import Statement, StatementKind
+from parallelize.hang_detection.waiting import WaitKind
 from parallelize.run.live_facts import listed_runs
 
 __all__ = ["ask", "show", "state_of", "table", "verdict"]
@@ -204,7 +206,10 @@ def state_of(text: str) -> RankState:
         ValueError: it is no state of a rank.
     """
     try:
-        rank, status, location, operation, collectives, groups, is_blocked, since, answers, facts = json.loads(text)
+        rank, status, location, operation, collectives, groups, is_blocked, since, answers, facts, *wait = json.loads(
+            text
+        )
+        wait_kind, block, statements = wait
         return RankState(
             _integer(rank, _MOST_RANKS),
             _printable(status),
@@ -216,9 +221,16 @@ def state_of(text: str) -> RankState:
             _integer(since),
             _integer(answers),
             None if facts is None else _facts(**facts),
+            WaitKind(wait_kind),
+            _printable(block),
+            [_statement(*fields) for fields in statements],
         )
     except (TypeError, RecursionError) as exc:
         raise ValueError(f"no state of a rank: {exc}") from None
+
+
+def _statement(kind: str, line: str, text: str, _exits: object) -> Statement:
+    return Statement(StatementKind(kind), _printable(line), _printable(text))
 
 
 def _collective(counter: str, seq: int, signature: str, is_completed: bool) -> Collective:  # noqa: FBT001 - as in JSON

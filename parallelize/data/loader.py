@@ -29,6 +29,7 @@ from parallelize.data.source import Pass, Source
 from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
 from parallelize.gradients.batch_weights import weighing_loop
+from parallelize.hang_detection.waiting import WaitKind, waiting_for
 from parallelize.run.context import active, is_main
 from parallelize.run.loader_weights import LoaderLoop
 from parallelize.run.user_line import user_stacklevel
@@ -474,7 +475,8 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
             ConfigError: rows are missing, or the loader has no indices.
             SyncError: the processes have iterated different epochs or orders.
         """
-        return gathered(self._iterated("gather"), results)
+        with waiting_for("loader.gather", wait_kind=WaitKind.CALL):
+            return gathered(self._iterated("gather"), results)
 
     def mean(self, value: Any) -> float:
         """Average a value over the samples of all processes; every process has to call it.
@@ -487,7 +489,8 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
             ConfigError: some samples came twice, values are missing, or the loader has no indices.
             SyncError: the processes have iterated different epochs or orders.
         """
-        return mean_over_samples(self._iterated("mean"), value)
+        with waiting_for("loader.mean", wait_kind=WaitKind.CALL):
+            return mean_over_samples(self._iterated("mean"), value)
 
     def _iterated(self, method: str) -> Pass:
         latest, is_indexed = self._self_pass, self._self_source.is_indexed

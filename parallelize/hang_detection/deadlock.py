@@ -1,100 +1,198 @@
-"""Deadlocks and their messages: pure functions of the states of all ranks.
+"""Deadlocks: pure functions of the states of all ranks. `advice.py` says how to mend them.
 
-A rank in a collective waits for the ranks of the group that have not begun it. It waits forever in one of these cases:
+A rank in a collective waits for the ranks of the group that have not begun it. It waits forever in
+one of these cases:
 
     mismatch    two ranks of a group began different collectives with the same sequence number
     returned    a rank that is waited for has returned
-    cycle       blocked ranks wait for each other; one in `work.wait()` is not known to be blocked: no stack shows it
+    cycle       blocked ranks wait for each other; one in `work.wait()` is not known to be blocked:
+                no stack shows it
 
-Any other wait may still end: a rank that evaluates, compiles or writes a file may begin the collective later.
+Any other wait may still end: a rank that evaluates, compiles or writes a file may begin the
+collective later.
 
-The states need not be of the same moment. Of a cycle, suppose that some rank moves on after its state was taken, and
-let A be the first. It waited for a rank B, which then began the collective before A moved: either before B's state was
-taken, which would show it, or after it; but then B moved before A did.
+The states need not be of the same moment. Of a cycle, suppose that some rank moves on after its
+state was taken, and let A be the first. It waited for a rank B, which then began the collective
+before A moved: either before B's state was taken, which would show it, or after it; but then B
+moved before A did.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TypedDict
 
 from parallelize.errors import list_ranks
-from parallelize.hang_detection.rank_state import RankState
+from parallelize.hang_detection.advice import advice_on, places_of
+from parallelize.hang_detection.rank_state import Collective, RankState
 
-__all__ = ["Verdict", "awaited_ranks", "find_deadlock", "waiting_line"]
+__all__ = ["Verdict", "awaited_ranks", "find_deadlock", "timeout_verdict", "waiting_line"]
 
 _FIX = "make the same calls on every rank, with the same shapes and dtypes in the same order"
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "was": "were", "does": "do"}
+_MOST_PHRASES = 4
 
 _States = Mapping[int, RankState]
 _Awaited = Mapping[int, frozenset[int]]
-Verdict = dict[str, Any]
-"""The error that reports a hang: what, why, fix."""
+
+
+class Verdict(TypedDict):
+    """The parts of the error that reports a hang."""
+
+    what: str
+    why: str
+    fix: str
 
 
 def find_deadlock(states: _States) -> Verdict | None:
-    """Return the verdict on ranks that provably wait forever, or None if all ranks may still continue."""
+    """Return the verdict on ranks that provably wait forever; None: all ranks may still continue."""
     awaited = awaited_ranks(states)
     return _mismatch(states, awaited) or _returned(states, awaited) or _cycle(states, awaited)
 
 
 def awaited_ranks(states: _States) -> _Awaited:
-    """Return the ranks that each waiting rank certainly waits for: of its collectives, those missing in all of them."""
-    last = {(rank, call.counter): call.seq for rank, state in states.items() for call in state.collectives}
+    """Return the ranks that each waiting rank certainly waits for.
 
-    @functools.cache
-    def missing(counter: str, seq: int) -> frozenset[int]:
-        group = counter.partition("/")[0]
-        return frozenset(r for r in states if group in states[r].groups and last.get((r, counter), 0) < seq)
+    If a rank has several pending collectives, they are the ranks that are missing in all of them.
+    """
+    latest_number: dict[tuple[int, str], int] = {}
+    for rank, state in states.items():
+        for collective in state.collectives:
+            latest_number[rank, collective.counter] = collective.seq
+    # Many ranks wait in the same collective.
+    missing_in: dict[tuple[str, int], frozenset[int]] = {}
+    awaited: dict[int, frozenset[int]] = {}
+    for rank, state in states.items():
+        if state.status != "waiting":
+            continue
+        missing_of_rank = []
+        for collective in state.pending():
+            key = collective.counter, collective.seq
+            if key not in missing_in:
+                missing_in[key] = _missing_ranks(states, latest_number, collective)
+            missing_of_rank.append(missing_in[key])
+        awaited[rank] = frozenset()
+        if missing_of_rank:
+            awaited[rank] = frozenset.intersection(*missing_of_rank)
+    return awaited
 
-    def of(state: RankState) -> frozenset[int]:
-        each = [missing(*call[:2]) for call in state.pending()]
-        return frozenset.intersection(*each) if each else frozenset()
 
-    return {rank: of(state) for rank, state in states.items() if state.status == "waiting"}
+def _missing_ranks(
+    states: _States, latest_number: Mapping[tuple[int, str], int], collective: Collective
+) -> frozenset[int]:
+    """Return the ranks of a collective's group that have not begun it."""
+    counter = collective.counter
+    group, _, _library = counter.partition("/")
+    missing = set()
+    for rank, state in states.items():
+        is_member = group in state.groups
+        if is_member and latest_number.get((rank, counter), 0) < collective.seq:
+            missing.add(rank)
+    return frozenset(missing)
 
 
 def _mismatch(states: _States, awaited: _Awaited) -> Verdict | None:
-    for key in sorted({call[:2] for rank in awaited for call in states[rank].pending()}):
-        begun = {rank: call for rank, state in states.items() for call in state.collectives if call[:2] == key}
-        longest = max((call.signature for call in begun.values()), key=len)  # one may lack the root
-        if not all(longest.startswith(call.signature) for call in begun.values()):
-            texts = {rank: _place(states[rank]) for rank in begun}
-            texts |= {r: f"was in {call.signature}, and {texts[r]}" for r, call in begun.items() if call.is_completed}
-            why = "all ranks of a group must make the same collective call, so none of these ever completes"
-            return Verdict(what=f"ranks are in different collectives: {_phrases(texts)}", why=why, fix=_FIX)
+    """Return the verdict on the first collective that is not the same on all ranks of its group."""
+    pending_keys: set[tuple[str, int]] = set()
+    for rank in awaited:
+        pending_keys.update((call.counter, call.seq) for call in states[rank].pending())
+    for key in sorted(pending_keys):
+        begun: dict[int, Collective] = {}
+        for rank, state in states.items():
+            for collective in state.collectives:
+                if (collective.counter, collective.seq) == key:
+                    begun[rank] = collective
+        signatures = [collective.signature for collective in begun.values()]
+        # A signature may lack the root.
+        longest = max(signatures, key=len)
+        if all(longest.startswith(signature) for signature in signatures):
+            continue
+        places = places_of(states)
+        texts = {}
+        for rank, collective in begun.items():
+            texts[rank] = places[rank]
+            if collective.is_completed:
+                texts[rank] = f"was in {collective.signature}, and {places[rank]}"
+        why = "all ranks of a group must make the same collective call, so none of these ends"
+        fault = f"ranks are in different collectives: {_phrases(texts)}"
+        return _verdict(fault, states, begun.keys(), why=why, fix=_FIX)
     return None
 
 
 def _returned(states: _States, awaited: _Awaited) -> Verdict | None:
+    """Return the verdict on the first rank that waits for one that has returned."""
     returned = {rank for rank, state in states.items() if state.status == "returned"}
-    for rank, ranks in awaited.items():
-        if ranks & returned:
-            return Verdict(
-                what=_line(states, rank, ranks & returned, silent={}),
+    for rank, awaited_by_rank in awaited.items():
+        awaited_and_returned = awaited_by_rank & returned
+        if awaited_and_returned:
+            return _verdict(
+                _line(states, rank, awaited_and_returned, silent={}),
+                states,
+                {rank, *awaited_and_returned},
                 why="a rank that has returned makes no further collective calls",
-                fix="make the same number of steps and collectives on every rank: no `return`, `break`, extra step or "
-                "extra backward on some ranks only",
+                fix="make the same number of steps and collectives on every rank: no `return`, "
+                "`break`, extra step or extra backward on some ranks only",
             )
     return None
 
 
 def _cycle(states: _States, awaited: _Awaited) -> Verdict | None:
-    left, size = {rank: ranks for rank, ranks in awaited.items() if states[rank].is_blocked}, -1
-    # Drop ranks that wait for no rank of the others, until none is left; the survivors wait for each other.
-    while len(left) != size:
-        size = len(left)
-        left = {rank: ranks for rank, ranks in left.items() if not ranks.isdisjoint(left)}
-    if not left:
+    """Return the verdict on blocked ranks that wait for each other."""
+    blocked = {rank: awaited[rank] for rank in awaited if states[rank].is_blocked}
+    # Drop ranks that wait for no blocked rank, until none is left to drop. The ranks that stay wait
+    # for each other.
+    size = -1
+    while len(blocked) != size:
+        size = len(blocked)
+        in_turn = {rank for rank in blocked if not blocked[rank].isdisjoint(blocked)}
+        blocked = {rank: blocked[rank] for rank in in_turn}
+    if not blocked:
         return None
-    texts = {rank: f"{_place(states[rank])} for {list_ranks(ranks & left.keys())}" for rank, ranks in left.items()}
+    places = places_of(states)
+    texts = {}
+    for rank in blocked:
+        texts[rank] = places[rank]
+        if places[rank].startswith("waits"):
+            texts[rank] += f" for {list_ranks(blocked[rank] & blocked.keys())}"
+    fault = f"ranks wait for each other: {_phrases(texts)}"
     why = "each of them waits for what another of them has not begun"
-    return Verdict(what=f"ranks wait for each other: {_phrases(texts)}", why=why, fix=_FIX)
+    return _verdict(fault, states, blocked, why=why, fix=_FIX)
+
+
+def _verdict(fault: str, states: _States, ranks: Collection[int], *, why: str, fix: str) -> Verdict:
+    """Return a verdict with the advice for what the ranks do; without one, with a general advice.
+
+    Args:
+        fault: what is wrong.
+        states: states of all ranks.
+        ranks: those that the verdict is about.
+        why: why they wait forever.
+        fix: the general advice.
+    """
+    advice = advice_on({rank: states[rank] for rank in ranks})
+    if advice is None:
+        return Verdict(what=fault, why=why, fix=fix)
+    return Verdict(what=fault, why=advice.why or why, fix=advice.fix)
+
+
+def timeout_verdict(fault: str, states: _States, *, reason: str) -> Verdict:
+    """Return the verdict on ranks that have waited for too long, without a proof of a deadlock.
+
+    Args:
+        fault: which ranks wait for which, as of `waiting_line`.
+        states: states of the ranks that have answered.
+        reason: why they wait no longer.
+    """
+    fix = "make that rank reach the same call"
+    advice = advice_on(states)
+    if advice is not None:
+        fix = advice.fix
+    fix = f"increase timeout= if the awaited rank is only slow, else {fix}"
+    return Verdict(what=fault, why=f"{reason}, and no deadlock could be proven", fix=fix)
 
 
 def waiting_line(states: _States, world_size: int, silent: Mapping[int, str] | None = None) -> str:
-    """Describe which ranks wait (at least one), for which ranks, and where the awaited ranks are.
+    """Say which ranks wait (at least one), for which ranks, and where the awaited ranks are.
 
     Args:
         states: states of the ranks that have answered.
@@ -104,34 +202,53 @@ def waiting_line(states: _States, world_size: int, silent: Mapping[int, str] | N
     awaited = awaited_ranks(states)
     first = min(awaited, key=lambda rank: states[rank].since)
     unanswered = range(world_size) - states.keys()
-    others = (awaited[first] or states.keys() - awaited.keys()) | unanswered
-    return _line(states, first, others, silent or {})
+    awaited_by_first = awaited[first] or (states.keys() - awaited.keys())
+    return _line(states, first, awaited_by_first | unanswered, silent or {})
 
 
-def _line(states: _States, rank: int, others: Collection[int], silent: Mapping[int, str]) -> str:
-    """Say where a rank waits, and all ranks that wait at the same place, and where the others are."""
-    texts = {each: _place(state) for each, state in states.items()}
-    same = {each: text for each, text in texts.items() if text == texts[rank] and each not in others}
-    places = {other: texts.get(other) or silent.get(other, "has not answered") for other in others}
-    return _phrases(same) + (f" for {_phrases(places, ', which ')}" if places else "")
+def _line(states: _States, rank: int, awaited: Collection[int], silent: Mapping[int, str]) -> str:
+    """Say where a rank waits, and all ranks that wait at the same place, and where the awaited are.
 
-
-def _place(state: RankState) -> str:
-    """Say where a rank is: "waits at train.py:4 in backward (all_reduce of float32[4])", "is at eval.py:9 in test"."""
-    if state.status == "returned":
-        return "has returned"
-    operation, pending = state.operation, state.pending() if state.status == "waiting" else []
-    if pending and "(" not in operation:
-        name = pending[0].signature
-        operation = name if operation.strip("_") in name else f"{operation} ({name})"
-    verb = "waits" if state.status == "waiting" else "is"
-    return f"{verb} at {state.location or 'an unknown line'}{operation and f' in {operation}'}"
+    Args:
+        states: states of the ranks that have answered.
+        rank: a rank that waits.
+        awaited: the ranks that it waits for.
+        silent: as for `waiting_line`.
+    """
+    places = places_of(states)
+    place = places[rank]
+    waiting = dict.fromkeys((some_rank for some_rank in places if places[some_rank] == place), place)
+    for awaited_rank in awaited:
+        waiting.pop(awaited_rank, None)
+    if not awaited:
+        return _phrases(waiting)
+    awaited_places = {}
+    for awaited_rank in awaited:
+        silence = silent.get(awaited_rank, "has not answered")
+        awaited_places[awaited_rank] = places.get(awaited_rank, silence)
+    joined = " for "
+    if not place.startswith("waits"):
+        joined = ", waiting for "
+    return f"{_phrases(waiting)}{joined}{_phrases(awaited_places, ', which ')}"
 
 
 def _phrases(texts: Mapping[int, str], join: str = " ") -> str:
-    """Join the texts of ranks: "ranks 0-2 wait at ...; rank 3 ...", at most four."""
+    """Join the texts of ranks: "ranks 0-2 wait at ...; rank 3 ...", at most four.
+
+    Args:
+        texts: rank -> a text that begins with a verb.
+        join: what stands between a rank and its verb.
+    """
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks_by_text.setdefault(texts[rank], []).append(rank)
     phrases = []
-    for text in dict.fromkeys(texts[rank] for rank in sorted(texts)):
-        ranks, (verb, _, rest) = [rank for rank in texts if texts[rank] == text], text.partition(" ")
-        phrases.append(f"{list_ranks(ranks)}{join}{_PLURAL[verb] if len(ranks) > 1 else verb} {rest}")
-    return "; ".join(phrases[:4]) + "; ..." * (len(phrases) > 4)
+    for text, ranks in ranks_by_text.items():
+        verb, _, rest = text.partition(" ")
+        if len(ranks) > 1:
+            verb = _PLURAL[verb]
+            rest = rest.replace(" and is at ", " and are at ")
+        phrases.append(f"{list_ranks(ranks)}{join}{verb} {rest}")
+    if len(phrases) > _MOST_PHRASES:
+        phrases[_MOST_PHRASES:] = ["..."]
+    return "; ".join(phrases)

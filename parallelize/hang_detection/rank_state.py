@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parallelize.hang_detection.statements import Statement
+from parallelize.hang_detection.waiting import WaitKind
+
 __all__ = ["Collective", "RankState", "collectives_of", "latest_collectives", "progress"]
 
 
@@ -54,6 +57,9 @@ class RankState(NamedTuple):
         since: number of the latest question when its wait, or its return, began; 0: it runs.
         answers: number of the question that this state answers.
         facts: what others have to say about this rank.
+        wait_kind: what a report may say about its wait.
+        block: of the kind END_OF_BLOCK, the line where the block begins: "train.py:11".
+        statements: of the user's program, around the lines of its stack, outermost first.
     """
 
     rank: int
@@ -66,12 +72,18 @@ class RankState(NamedTuple):
     since: int = 0
     answers: int = 0
     facts: Any = None
+    wait_kind: WaitKind = WaitKind.OTHER
+    block: str = ""
+    statements: Sequence[Statement] = ()
 
     @staticmethod
     def loads(text: bytes) -> RankState:
         """Return the state of another rank from its JSON."""
         state = RankState(*json.loads(text))
-        return state._replace(collectives=[Collective(*each) for each in state.collectives])
+        return state._replace(
+            collectives=[Collective(*fields) for fields in state.collectives],
+            statements=[Statement(*fields) for fields in state.statements],
+        )
 
     def pending(self) -> list[Collective]:
         """Return the collectives that have not completed."""

@@ -50,8 +50,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.errors import SyncError
-from parallelize.hang_detection.deadlock import Verdict, find_deadlock, waiting_line
+from parallelize.errors import SyncError, add_note
+from parallelize.hang_detection.deadlock import Verdict, find_deadlock, timeout_verdict, waiting_line
 from parallelize.hang_detection.from_rank_0 import RANK_0, ValuesOfRank0
 from parallelize.hang_detection.last_seen import (
     LastSeen,
@@ -73,6 +73,7 @@ from parallelize.hang_detection.stack_frames import (
     traceback_of,
     with_root,
 )
+from parallelize.hang_detection.statements import statements_around
 from parallelize.hang_detection.waiting import Wait, wait_of_error, wait_of_thread
 
 __all__ = ["Judge", "Watchdog"]
@@ -264,11 +265,7 @@ class Judge:
         reason = "a collective has timed out"
         if self.has_timed_out is None:
             reason = f"timeout={self._limit_s:g} s is over"
-        return Verdict(
-            what=self._waiting_line(),
-            why=f"{reason}, and no deadlock could be proven",
-            fix="increase timeout= if the awaited rank is only slow, else make that rank reach the same call",
-        )
+        return timeout_verdict(self._waiting_line(), self._answering(), reason=reason)
 
     def resign(self) -> None:
         """Make way for another judge: the first of the waiting ranks to answer a new question."""
@@ -397,7 +394,7 @@ class Watchdog:
             if since_ns is not None:
                 self._tell(judge, "returned", ())
         except RuntimeError as error:
-            raise self.explain(error)  # noqa: B904 - it has its cause
+            raise self.explain(error)  # noqa: B904 - it says what it explains
         finally:
             self._is_over.set()
             self._thread.join(_ERROR_S)
@@ -435,14 +432,17 @@ class Watchdog:
         is_ours = isinstance(error, dist.DistError)
         if type(error) is RuntimeError:
             is_ours = _is_blocked(self._wait_of_error) or is_in_collective(stack)
-        verdict = None
+        verdict, has_timed_out = None, False
         if self._judge and is_ours:
             has_timed_out = bool(_TIMED_OUT.search(str(error)))
             verdict = self._tell(self._judge, "failed", stack, has_timed_out=has_timed_out)
         if not verdict:
             return error
-        explained = SyncError(**verdict)
-        explained.__cause__ = error
+        explained = SyncError(**verdict).with_traceback(error.__traceback__)
+        # It says what torch's error means, which as its cause would only be shown before it.
+        explained.__suppress_context__ = True
+        if has_timed_out:
+            add_note(explained, f"torch has raised {type(error).__name__}: {error}".partition("\n")[0])
         return explained
 
     def _tell(self, judge: Judge, status: str, stack: Stack, *, has_timed_out: bool | None = None) -> Verdict | None:
@@ -505,9 +505,13 @@ class Watchdog:
 
     def _call(self, stack: Stack) -> str:
         """Return the call in which the main thread is, or in which the error that is explained was raised."""
+        return _call_of(stack, self._wait())
+
+    def _wait(self) -> Wait | None:
+        """Return what the main thread waits for, or the wait in which the error that is explained was raised."""
         if self._stack is not None:
-            return _call_of(stack, self._wait_of_error)
-        return _call_of(stack, wait_of_thread(self._main))
+            return self._wait_of_error
+        return wait_of_thread(self._main)
 
     def _line(self, stack: Stack) -> str:
         return line_of_stack(stack, self._call(stack))
@@ -539,6 +543,7 @@ class Watchdog:
         if self._judge.rank == 0:
             groups.append(RANK_0)
         is_blocked = is_waiting and self._is_held and not has_other_active_threads(self._main)
+        wait = self._wait() or Wait("", is_blocked=False)
         return RankState(
             self._judge.rank,
             "waiting" if has_failed else self._status,
@@ -550,4 +555,7 @@ class Watchdog:
             self._judge.since,
             self._judge.answered,
             self._facts,
+            wait.kind,
+            wait.block,
+            statements_around(stack),
         )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import re
 import signal
+import textwrap
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -220,12 +221,20 @@ def _describe_other_ranks(outcomes: Sequence[Outcome], cause: Outcome, world_siz
     ranks_by_text: dict[str, list[int]] = {}
     for rank in range(world_size):
         if rank != cause.rank:
-            text = _describe_rank(outcome_of_rank.get(rank), names_lines=names_lines)
+            outcome = outcome_of_rank.get(rank)
+            text = _describe_rank(outcome, names_lines=names_lines)
+            if outcome is not None and _is_same_report(outcome.error, cause.error):
+                text = "the same error"
             ranks_by_text.setdefault(text, []).append(rank)
     if not ranks_by_text:
         return "no other rank exists"
     entries = [f"{list_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     return f"the others: {'; '.join(entries)}"
+
+
+def _is_same_report(error: BaseException | None, shown: BaseException | None) -> bool:
+    """Whether two ranks have got the same SyncError, as all do that wait for each other."""
+    return isinstance(error, SyncError) and repr(error) == repr(shown)
 
 
 def _describe_rank(outcome: Outcome | None, *, names_lines: bool) -> str:
@@ -287,4 +296,6 @@ def _one_line(error: BaseException) -> str:
     """Return the type of an error, and the beginning of the first line of its text."""
     name = type(error).__name__
     reason = error_text(error).strip().partition("\n")[0]
-    return f"{name}: {reason[:_MAX_REASON]}" if reason else name
+    if not reason:
+        return name
+    return f"{name}: {textwrap.shorten(reason, _MAX_REASON, placeholder=' ...')}"
