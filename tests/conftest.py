@@ -68,14 +68,21 @@ class ProcessState:
 
 
 def _lasting_processes() -> set[int | None]:
-    """Return the processes that are started once: multiprocessing's, and our fork servers with their trackers."""
+    """Return the processes that are started once: multiprocessing's, and our fork servers with what helps them."""
     fork_server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # no public name
     tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # no public name
     lasting = {fork_server, tracker}
     for process in psutil.Process().children():
         if _has(process, "import serve; serve("):
-            lasting |= {process.pid, *(each.pid for each in process.children() if _has(each, "resource_tracker"))}
+            lasting |= {process.pid, *(each.pid for each in process.children() if _helps_server(each, process.pid))}
     return lasting
+
+
+def _helps_server(process: psutil.Process, server: int) -> bool:
+    """Whether a child of a fork server is its tracker or its early server; a worker leads a group of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        return _has(process, "resource_tracker") or os.getpgid(process.pid) == server
+    return False
 
 
 def _has(process: psutil.Process, text: str) -> bool:

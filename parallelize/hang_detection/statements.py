@@ -24,7 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from parallelize.hang_detection.stack_frames import Stack, is_user_code
+from parallelize.cluster.code_owner import is_user_frame
+from parallelize.hang_detection.stack_frames import Stack
 
 __all__ = ["Statement", "StatementKind", "rank_test_around", "statements_around"]
 
@@ -39,7 +40,7 @@ _EXITS = (ast.Break, ast.Continue, ast.Return, ast.ExceptHandler)
 _PARTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
-class StatementKind(str, enum.Enum):
+class StatementKind(enum.StrEnum):
     """What a statement is to a report."""
 
     BLOCK = "block"
@@ -73,7 +74,7 @@ def statements_around(stack: Stack) -> list[Statement]:
     """Return the statements around the lines of the user's program in a stack, outermost first."""
     statements: list[Statement] = []
     for frame, line in reversed(stack):
-        if is_user_code(frame):
+        if is_user_frame(frame):
             statements += _statements_in_frame(frame, line)
     return statements
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 __all__ = ["Wait", "WaitKind", "Waiting", "wait_of_error", "wait_of_thread", "waiting_for"]
 
 
-class WaitKind(str, enum.Enum):
+class WaitKind(enum.StrEnum):
     """What a report of a hang may say about a wait, beside its call."""
 
     CALL = "call"

@@ -33,7 +33,10 @@ def dispatch(function: Callable[..., Any]) -> object:
 
 
 def wrap(function: Callable[..., Any]) -> object:
-    wrapper = functools.wraps(function)(lambda *args: function(*args))
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
     return wrapper.__name__, wrapper.__doc__, wrapper.__annotations__, inspect.signature(wrapper)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import shutil
@@ -92,11 +93,24 @@ def servers() -> list[psutil.Process]:
     return running
 
 
+def early_servers(server: psutil.Process) -> list[psutil.Process]:
+    """Return the early server of a fork server, in a list; none if it has ended, or there was none."""
+    running = []
+    for child in server.children():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has just ended
+            is_tracker = "resource_tracker" in " ".join(child.cmdline())
+            if not is_tracker and os.getpgid(child.pid) == server.pid:
+                running.append(child)
+    return running
+
+
 def test_a_stopped_server_is_given_up(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A line says what is waited for; then an error does, and the next call has another server."""
     ranks = distributed(processes=2)(rank)
     ranks()
     before = servers()
+    # An early server would serve the call.
+    wait_for(lambda: not any(early_servers(server) for server in before), timeout_s=GONE_WITHIN_S)
     for server in before:
         server.suspend()
     monkeypatch.setattr(workers, "_ANNOUNCED_AFTER_S", 0.5)
@@ -217,3 +231,89 @@ def test_a_program_that_ignores_the_ends_of_its_children() -> None:
         [sys.executable, "-c", IGNORES], capture_output=True, text=True, check=False, timeout=GONE_WITHIN_S * 2
     )
     assert (ended.stdout, ended.stderr) == ("[0, 1]\n", "")
+
+
+# Shows for a first call, and for one after the early server has ended: the names of its processes, whether they have
+# torch's compiler, and whether the fork server has forked them.
+FIRST_CALL = """
+import multiprocessing, os, psutil, sys, time, torch
+from parallelize import distributed
+
+@distributed(processes=2)
+def starts():
+    return multiprocessing.current_process().name, "torch._dynamo" in sys.modules, os.getppid()
+
+def show():
+    workers = starts.all_ranks()
+    (server,) = psutil.Process().children()
+    print(sorted((name, has_compiler, parent == server.pid) for name, has_compiler, parent in workers))
+    return server
+
+if "compiler" in sys.argv:
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+if "one core" in sys.argv:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+server = show()
+while len(server.children()) > 1:  # its tracker stays
+    time.sleep(0.02)
+show()
+"""
+
+
+def workers_in(line: str) -> list[tuple[bool, bool]]:
+    """Return whether each of two workers has the compiler, and the fork server as its parent."""
+    first, second = ast.literal_eval(line)
+    # Named as if there was no early server. The number counts what a process has forked.
+    assert {first[0].rstrip("0123456789"), second[0].rstrip("0123456789")} == {"ForkProcess-"}
+    return [first[1:], second[1:]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the early server sees the end of the caller by a pidfd")
+@pytest.mark.parametrize("when", ["", "compiler", "one core"])
+def test_a_first_call_does_not_wait_for_the_compiler(when: str) -> None:
+    """Unless the caller has imported it, as its first optimizer does; or workers that import it would share cores."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL, when], capture_output=True, text=True, check=True, timeout=GONE_WITHIN_S * 2
+    )
+    first, later = ended.stdout.splitlines()
+    is_early = when == "" and len(os.sched_getaffinity(0)) >= 2
+    assert workers_in(first) == [(not is_early, not is_early)] * 2
+    assert workers_in(later) == [(True, True)] * 2
+
+
+# Rank 0 kills the process that has forked it, or that one's parent, in the first attempt.
+KILLS = """
+import os, psutil, signal, sys, time
+from parallelize import distributed, rank
+
+@distributed(processes=2, max_restarts=1)
+def kills(steps):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        victim = psutil.Process(os.getppid())
+        for _ in range(steps):
+            victim = victim.parent()
+        if rank() == 0:
+            victim.kill()
+        time.sleep(300)
+    return os.getpid()
+
+print(len(kills.all_ranks(int(sys.argv[1]))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_killed_early_server_is_a_lost_server(steps: int) -> None:
+    """It alone, or the fork server, with which it ends: a restart has workers of another one."""
+    if len(os.sched_getaffinity(0)) < 2 or not hasattr(os, "pidfd_open"):
+        pytest.skip("has no early server")
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLS, str(steps)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=GONE_WITHIN_S * 2,
+    )
+    assert ended.stdout == "2\n", ended.stderr
+    assert "restart 1 of 1 after LaunchError: the fork server" in ended.stderr

@@ -14,8 +14,10 @@ class CallingProcess:
     """State of a process that is no rank of a run: it ends with the process.
 
     Attributes:
-        fork_servers: forks the workers of calls on this machine, without a new import of torch for each call.
-        imported_files: the user's modules as the first call has found them; an edited one is named at later calls.
+        fork_servers: fork the workers of calls on this machine, without a new import of torch for
+            each call.
+        imported_files: the user's modules as the first call has found them; an edited one is named
+            at later calls.
     """
 
     fork_servers: ForkServers = field(default_factory=ForkServers)

@@ -1,21 +1,34 @@
 """The fork server: it has imported torch once for all calls, and forks their workers.
 
-caller ── a socket for each call ──> fork server ──> worker (own process group) ──> its children
+    caller ── a socket for each call ──> fork server ──> worker (own process group) ──> its children
 
-    StartWorkers       ──>                          forked while the caller pickles the call
-    RequestsOfWorkers  ──>  <── WorkersReport       again for each worker that has ended
-                            <── WorkersRefused      they cannot be forked
-    InterruptWorkers   ──>                          Ctrl-C
-    EndWorkers         ──>  <── WorkersEnded        they and their groups have ended, and are reaped
-    LeaveCall          ──>                          the caller has removed the call's folder
-
-When the socket closes instead, as the kernel does it however the caller ends, the server ends the
-workers, with SIGTERM, and SIGKILL to their process groups some seconds later, and removes the
-folder. SIGKILL reaches workers that are stopped, or in compiled code, too. The server is in a
-session of its own, so a terminal's Ctrl-C and a `timeout` reach the caller alone.
+The messages are drawn in `server_messages`. When a call's socket closes before the caller has left
+the call, as the kernel closes it however the caller ends, the server ends the workers, with
+SIGTERM, and SIGKILL to their process groups some seconds later, and removes the folder. SIGKILL
+reaches workers that are stopped, or in compiled code, too. The server is in a session of its own,
+so a terminal's Ctrl-C and a `timeout` reach the caller alone.
 
 A worker that has ended stays a zombie until the whole call is over. As long as it does, no other
 process gets its number, by which the server sends signals to it and to its group.
+
+The life of a server, and of the early server that it forks:
+
+    fork server        imports torch ──> imports torch's compiler ──> serves calls ──> ends
+                                    │                                │
+    early server                    └──> serves calls ───────────────┴──> ends with its last call
+
+Half of the time of the imports goes into torch's compiler and FSDP, which many functions do not
+need. So the first call does not wait for them: the early server forks its workers, and those of the
+calls that follow at once. A worker of the early server that needs the compiler imports it by
+itself. The fork server forks no worker while it imports.
+
+Glossary:
+
+    control        the socket that brings the sockets of the calls
+    caller         the process that has started the server, and makes the calls
+    early server   see above
+    group          the process group that a worker leads: what it has started is in it, too
+    reap           let go of the number of a process that has ended, and is a zombie until then
 """
 
 from __future__ import annotations
@@ -23,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import math
 import multiprocessing
@@ -32,169 +46,128 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from importlib import import_module
 from multiprocessing import popen_fork, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 from parallelize.cluster.call_folders import remove_call_folder
-
-_END_GRACE_S = 5.0  # between SIGTERM and SIGKILL, for workers whose caller has ended
-_LOOK_EVERY_S = (
-    1.0  # whether the caller has ended, if a process that it has forked keeps its sockets open
+from parallelize.launchers.local.server_messages import (
+    EndWorkers,
+    InterruptWorkers,
+    LeaveCall,
+    Reply,
+    Request,
+    RunWorkers,
+    ServerImports,
+    StartWorkers,
+    WorkerCall,
+    WorkerRequest,
+    WorkersEnded,
+    WorkersRefused,
+    WorkersReport,
 )
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-_POLL_EVERY_S = 0.05  # how a worker has ended whose children keep its sentinel open
+
+# Between SIGTERM and SIGKILL, for workers whose caller has ended.
+_END_GRACE_S = 5.0
+# How often the server looks whether the caller has ended. The control does not show that if a
+# process that the caller has forked keeps it open.
+_LOOK_EVERY_S = 1.0
+# How often the server looks while there are calls. A worker's sentinel does not show its end if
+# children of the worker keep it open.
+_POLL_EVERY_S = 0.05
+# PR_SET_PDEATHSIG of <sys/prctl.h>.
+_SIGNAL_OF_PARENTS_DEATH = 1
 # The path of a socket has at most so many bytes: `sun_path` of <sys/un.h>, without its last zero.
 _SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 # As multiprocessing.connection.arbitrary_address names it.
 _SOCKET_NAME = "listener-12345678"
+_WORKER_MODULE = "parallelize.worker.main"
+_OUTPUT_MODULE = "parallelize.worker.process_setup"
 
+# What every worker needs.
 TORCH_MODULES = (
-    "torch._dynamo",  # DistributedDataParallel imports it, which takes a second per rank
-    "torch.distributed.fsdp",
-    "torch.utils.serialization",  # torch.load imports it
-    "parallelize.worker.main",
+    "torch",
+    # torch.load imports it.
+    "torch.utils.serialization",
+    _WORKER_MODULE,
 )
-# In the server, as some clusters send them to all processes of a job, and in workers until they have their handlers.
+# What some workers need, which takes more than a second.
+LATER_MODULES = (
+    # The first optimizer of a process imports it.
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+)
+# Blocked in the server, because some clusters send them to all processes of a job, and in workers
+# until they have their handlers.
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class StartWorkers(NamedTuple):
-    """Fork workers, which wait for their requests.
-
-    Args:
-        number: how many.
-        folder: the call's folder, which the server removes if the caller is killed.
-    """
-
-    number: int
-    folder: str
-
-
-class RequestsOfWorkers(NamedTuple):
-    """What the workers run.
-
-    Args:
-        cwd: the caller's current folder.
-        paths: for each worker, a file with a pickled tuple of a function and its arguments.
-    """
-
-    cwd: str
-    paths: Sequence[str]
-
-
-class InterruptWorkers(NamedTuple):
-    """Send SIGINT to the workers."""
-
-
-class EndWorkers(NamedTuple):
-    """End the workers, and what they have started.
-
-    Args:
-        grace_s: seconds between SIGTERM and SIGKILL.
-    """
-
-    grace_s: float
-
-
-class LeaveCall(NamedTuple):
-    """The caller says nothing more, and has removed the call's folder."""
-
-
-class WorkersReport(NamedTuple):
-    """The workers' process ids and exit codes, as in multiprocessing; None: it has not ended."""
-
-    pids: Sequence[int]
-    exitcodes: Sequence[int | None]
-
-
-class WorkersRefused(NamedTuple):
-    """The workers cannot be forked.
-
-    Args:
-        reason: what the kernel says.
-    """
-
-    reason: str
-
-
-class WorkersEnded(NamedTuple):
-    """All workers and their groups have ended; other processes may have their numbers now."""
-
-
 def serve(number: int) -> None:
-    """Run the fork server of the process that holds the other end of a socket, by which it sends one for each call."""
-    control, caller = socket.socket(fileno=number), os.getppid()
+    """Run the fork server of the process that has started this one.
+
+    Args:
+        number: descriptor of the control. Standard input has a `ServerImports` in JSON.
+    """
+    control = socket.socket(fileno=number)
+    # The early server may take a call for which the fork server has been woken up, too.
+    control.setblocking(False)  # noqa: FBT003 - positional-only
+    caller = _Caller.of_this_process()
     # Ignored, as a caller may do, it would have the kernel reap the workers: no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    modules = json.load(sys.stdin)
-    _preload(modules)
-    if len(modules) > len(TORCH_MODULES) and not _can_fork():
-        _begin_again(number, modules[: len(TORCH_MODULES)])
-    resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, BLOCKED_SIGNALS
-    )  # the start of the tracker unblocks some
+    imports = ServerImports(**json.load(sys.stdin))
+    with _without_collections():
+        _import(imports)
+    if imports.packages and not _can_fork():
+        _begin_again(number, ServerImports(imports.torch, later=imports.later))
+    # One for all workers, which outlives those that are killed. Its start unblocks some signals.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     with contextlib.ExitStack() as until_end:
-        if modules:  # once, and not in each worker, which takes 20 ms
-            until_end.enter_context(
-                import_module("parallelize.worker.main").replace_group_functions()
-            )
-        gc.collect()
-        gc.freeze()  # so that collections in workers do not copy the pages of these modules
-        _serve_calls(control, caller)
+        if imports.torch:
+            # Once, and not in each worker, which takes 20 ms.
+            until_end.enter_context(import_module(_WORKER_MODULE).replace_group_functions())
+        server = _Server(control, caller)
+        later = [name for name in imports.later if name not in sys.modules]
+        if later:
+            with server.replaced_by_early_server(), _without_collections():
+                for name in later:
+                    import_module(name)
+        server.serve_calls()
         os._exit(0)
 
 
-def _serve_calls(control: socket.socket, caller: int) -> None:
-    """Serve the calls of the caller until it has ended, and they have.
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Import modules in the context, without garbage collections of them now or later.
 
-    Args:
-        control: brings a socket for each call.
-        caller: number of its process.
+    A tenth of the time of an import goes into collections that find nothing. Later ones, in
+    workers, would write to all objects of the modules, so that the kernel copies their pages.
     """
-    calls, is_open = list[_Call](), True
-    while is_open or calls:
-        awaited: list[Any] = [control] if is_open else []
-        for call in calls:
-            awaited += call.awaited()
-        wait(awaited, _POLL_EVERY_S if calls else _LOOK_EVERY_S)
-        # Looked up before anything is read: all that an ended caller has sent can be read then.
-        has_caller = os.getppid() == caller
-        is_open = is_open and _accept(control, calls) and has_caller
-        for call in calls:
-            files: list[Any] = [control]
-            for other in calls:
-                files += other.files()
-            call.look(files, has_caller=has_caller)
-        calls = [call for call in calls if not call.connection.closed]
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
-def _accept(control: socket.socket, calls: list[_Call]) -> bool:
-    """Add the calls that the caller has sent; return whether it may send more."""
-    while wait([control], 0):
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        calls += [_Call(Connection(descriptor)) for descriptor in descriptors]
-        if not message:
-            return False
-    return True
-
-
-def _preload(modules: Sequence[str]) -> None:
-    """Import torch and the other modules, of which the caller has shown what they print."""
-    for name in modules[: len(TORCH_MODULES)]:
+def _import(imports: ServerImports) -> None:
+    """Import what workers need at once; what packages print was shown by the caller already."""
+    for name in imports.torch:
         import_module(name)
-    if modules:
-        import_module(
-            "parallelize.worker.process_setup"
-        ).unbuffer_output()  # imported modules may keep the streams
+    if imports.torch:
+        # Now, because packages may keep the streams.
+        import_module(_OUTPUT_MODULE).unbuffer_output()
     stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor is needed
         os.dup2(nowhere.fileno(), 2)
-    for name in modules[len(TORCH_MODULES) :]:
+    for name in imports.packages:
         with contextlib.suppress(BaseException):
             import_module(name)
     os.dup2(stderr, 2)
@@ -202,29 +175,180 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def _can_fork() -> bool:
-    """Return whether a forked process can use the accelerator, which an imported package may have initialized.
+    """Return whether a forked process can use the accelerator.
 
-    torch tells forked processes alone (`poison_fork` of torch/csrc/cuda/Module.cpp), so one is asked.
+    It cannot if an imported package has initialized the accelerator. torch tells forked processes
+    alone (`poison_fork` of torch/csrc/cuda/Module.cpp), so one is asked.
     """
     torch = import_module("torch")
-    accelerator = (
-        torch.accelerator.current_accelerator()
-    )  # as torch was built, without a question to the driver
-    module = None if accelerator is None else torch.get_device_module(accelerator)
-    is_in_bad_fork = getattr(module, "_is_in_bad_fork", bool)  # bool() is False
+    # As torch was built, without a question to the driver.
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return True
+    module = torch.get_device_module(accelerator)
+    if not hasattr(module, "_is_in_bad_fork"):
+        return True
     pid = os.fork()
     if pid == 0:
-        os._exit(int(is_in_bad_fork()))
+        os._exit(int(module._is_in_bad_fork()))
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _begin_again(number: int, modules: Sequence[str]) -> None:
-    """Replace this process by a server that imports these modules; it keeps the number, and the socket with calls."""
+def _begin_again(number: int, imports: ServerImports) -> NoReturn:
+    """Replace this process by a server of these imports; it keeps its number, and the control."""
     os.set_inheritable(number, True)  # noqa: FBT003 - positional-only
     os.ftruncate(0, 0)
-    os.pwrite(0, json.dumps(modules).encode(), 0)
+    os.pwrite(0, json.dumps(asdict(imports)).encode(), 0)
     os.lseek(0, 0, os.SEEK_SET)
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - as this process was started
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """The process that has started the fork server, as the server and the early server see it.
+
+    Args:
+        pid: its number.
+        pidfd: is readable once it has ended; None: this system has none, or a sandbox refuses it.
+    """
+
+    pid: int
+    pidfd: io.FileIO | None
+
+    @classmethod
+    def of_this_process(cls) -> _Caller:
+        """Return the caller, in the process that it has started."""
+        pid = os.getppid()
+        pidfd = None
+        with contextlib.suppress(OSError, AttributeError):
+            pidfd = io.FileIO(os.pidfd_open(pid))
+        if pidfd is not None and os.getppid() != pid:
+            # The caller has ended meanwhile, and another process may have its number.
+            pidfd.close()
+            pidfd = None
+        return cls(pid, pidfd)
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended; without a pidfd, only its child can say that."""
+        if self.pidfd is None:
+            return os.getppid() != self.pid
+        ended: list[Any] = wait([self.pidfd], 0)  # type: ignore[list-item]  # any file will do
+        return bool(ended)
+
+
+class _Server:
+    """A fork server, or an early server, that serves calls.
+
+    Args:
+        control: brings a socket for each call.
+        caller: no call comes any more when it has ended.
+    """
+
+    def __init__(self, control: socket.socket, caller: _Caller) -> None:
+        self._control = control
+        self._caller = caller
+        self._calls: list[_Call] = []
+        # Of an early server: no call comes any more when this is closed.
+        self._until: Connection | None = None
+        # The number of the early server that this one has forked, until it has ended.
+        self._early_server: int | None = None
+
+    @contextlib.contextmanager
+    def replaced_by_early_server(self) -> Iterator[None]:
+        """Let another process, the early server, serve the calls that come in the context.
+
+        At the end of the context, this process closes its end of a pipe. Then the early server
+        takes no more calls, and ends with its last one. Where the caller has no pidfd, there is no
+        early server: it could not see the end of the caller, whose child it is not.
+        """
+        if self._caller.pidfd is None:
+            yield
+            return
+        until, until_here = multiprocessing.Pipe(duplex=False)
+        server = os.getpid()
+        # Not by multiprocessing, which would count the early server in the names of its workers.
+        self._early_server = os.fork()
+        if self._early_server == 0:
+            self._early_server = None
+            until_here.close()
+            self._until = until
+            self._be_early_server(server)
+        until.close()
+        with until_here:
+            yield
+
+    def _be_early_server(self, server: int) -> NoReturn:
+        """Serve calls, and never return to the code of the fork server.
+
+        Args:
+            server: number of the fork server.
+        """
+        exitcode = 1
+        try:
+            _die_with_parent()
+            # The fork server may have been killed before that.
+            if os.getppid() == server:
+                self.serve_calls()
+            exitcode = 0
+        except BaseException:  # noqa: BLE001 - it is shown, and this process ends
+            traceback.print_exc()
+        finally:
+            os._exit(exitcode)
+
+    def serve_calls(self) -> None:
+        """Serve calls until no more can come, and those that have come are over.
+
+        A fork server outlives its early server, which dies with it.
+        """
+        is_open = True
+        while is_open or self._calls or self._early_server is not None:
+            awaited: list[Any] = []
+            if is_open:
+                awaited += self._files()
+            for call in self._calls:
+                awaited += call.awaited()
+            wait(awaited, _POLL_EVERY_S if self._calls else _LOOK_EVERY_S)
+            # Looked up before anything is read: all that an ended caller has sent can be read then.
+            has_caller = not self._caller.has_ended()
+            if is_open:
+                is_open = self._accept() and has_caller
+            if self._until is not None and self._until.poll():
+                is_open = False
+            for call in self._calls:
+                files = self._files()
+                for other_call in self._calls:
+                    files += other_call.files()
+                call.step(files, has_caller=has_caller)
+            self._calls = [call for call in self._calls if not call.connection.closed]
+            self._reap_early_server()
+
+    def _files(self) -> list[Any]:
+        """Return what this process has open, beside what it has open for its calls."""
+        files: list[Any] = [self._control]
+        if self._until is not None:
+            files.append(self._until)
+        if self._caller.pidfd is not None:
+            files.append(self._caller.pidfd)
+        return files
+
+    def _accept(self) -> bool:
+        """Add the calls that the caller has sent; return whether it may send more."""
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+            except BlockingIOError:
+                return True
+            for descriptor in descriptors:
+                self._calls.append(_Call(Connection(descriptor)))
+            if not message:
+                return False
+
+    def _reap_early_server(self) -> None:
+        if self._early_server is None:
+            return
+        pid, _ = os.waitpid(self._early_server, os.WNOHANG)
+        if pid == self._early_server:
+            self._early_server = None
 
 
 class _WaitingFork(popen_fork.Popen):
@@ -243,8 +367,10 @@ class _WaitingFork(popen_fork.Popen):
             self._is_reaped = super().poll(flag) is not None
         elif self.returncode is None:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag)
-            if end is not None:
-                self.returncode = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            if end is not None and end.si_code == os.CLD_EXITED:
+                self.returncode = end.si_status
+            elif end is not None:
+                self.returncode = -end.si_status
         return self.returncode
 
     def interrupt(self) -> None:
@@ -267,18 +393,71 @@ class _WaitingFork(popen_fork.Popen):
             os.waitpid(self.pid, 0)
 
 
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """A worker, as the server sees it.
+
+    Args:
+        process: the process.
+        pipe: for its `WorkerRequest`; closed once that is sent.
+    """
+
+    process: _WaitingFork
+    pipe: Connection
+
+    @classmethod
+    def fork(cls, files: Sequence[Any]) -> _Worker:
+        """Fork a worker.
+
+        Args:
+            files: what the server has open, and the worker must not keep.
+
+        Raises:
+            OSError: there are too many processes, or there is too little memory.
+        """
+        workers_end, servers_end = multiprocessing.Pipe(duplex=False)
+        process: Any = multiprocessing.get_context("fork").Process(
+            target=_work, args=([*files, servers_end], workers_end)
+        )
+        # The class that `start` calls.
+        process._Popen = _WaitingFork
+        with workers_end:
+            try:
+                process.start()
+            except OSError:
+                servers_end.close()
+                raise
+        return cls(process._popen, servers_end)
+
+    def send(self, request: WorkerRequest) -> None:
+        """Say what the worker runs."""
+        with self.pipe, contextlib.suppress(OSError):  # The worker was killed.
+            # So little that it waits for no reader, such as a worker that is stopped.
+            self.pipe.send(request)
+
+
+class _CallState(Enum):
+    """What the server does with the workers of a call.
+
+    RUNNING
+      │ EndWorkers, or the caller has ended: SIGTERM to the workers
+    ENDING
+      │ all have ended, or the grace is over: SIGKILL to their groups
+    KILLED
+      │ all have ended: they are reaped
+    ENDED
+      │ the caller has left
+    (the connection is closed)
+    """
+
+    RUNNING = auto()
+    ENDING = auto()
+    KILLED = auto()
+    ENDED = auto()
+
+
 class _Call:
     """The workers of a call, as the fork server sees them.
-
-    running
-      │ EndWorkers, or the caller has ended
-    ending: SIGTERM
-      │ all have ended, or the grace is over
-    killed: SIGKILL to their groups
-      │ all have ended
-    ended: reaped
-      │ the caller has left
-    closed
 
     Attributes:
         connection: to the caller; closed when there is nothing more to do.
@@ -286,139 +465,152 @@ class _Call:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._workers = list[_WaitingFork]()
-        self._requests = list[Connection]()  # one for each worker, until it is sent
-        self._folder, self._reported = "", list[int | None]()
-        self._kill_at, self._are_killed, self._have_ended = math.inf, False, False
+        self._state = _CallState.RUNNING
+        self._workers: list[_Worker] = []
+        self._reported_exitcodes: list[int | None] = []
+        # The call's folder, which is removed after a caller that has ended; "": there is none yet.
+        self._folder = ""
+        self._kill_at = math.inf
         self._has_caller = True
 
     def files(self) -> list[Any]:
         """Return what the server has open for this call."""
-        return [self.connection, *self._requests]
+        pipes = [worker.pipe for worker in self._workers]
+        return [self.connection, *pipes]
 
     def awaited(self) -> list[Any]:
         """Return what shows that there is something to do."""
-        living = [worker.sentinel for worker in self._workers if worker.poll() is None]
-        return [*living, *([self.connection] if self._has_caller else [])]
+        living = [worker for worker in self._workers if worker.process.poll() is None]
+        awaited: list[Any] = [worker.process.sentinel for worker in living]
+        if self._has_caller:
+            awaited.append(self.connection)
+        return awaited
 
-    def look(self, files: Sequence[Any], *, has_caller: bool) -> None:
-        """Do what the caller asks for, tell it how its workers end, and end them if it asks for that, or has ended.
+    def step(self, files: Sequence[Any], *, has_caller: bool) -> None:
+        """Do what the caller asks for, report ends of workers, and go on to the next states.
 
         Args:
             files: what the server has open, and workers must not keep.
             has_caller: whether the caller runs.
         """
         self._read(files, has_caller=has_caller)
-        exitcodes = [worker.poll() for worker in self._workers]
-        if exitcodes != self._reported and not self._are_killed:
-            self._reported = exitcodes
-            self._tell(WorkersReport([worker.pid for worker in self._workers], exitcodes))
+        exitcodes = [worker.process.poll() for worker in self._workers]
         have_ended = None not in exitcodes
-        is_ending = self._kill_at < math.inf
+        is_before_kill = self._state in (_CallState.RUNNING, _CallState.ENDING)
+        if is_before_kill and exitcodes != self._reported_exitcodes:
+            self._reported_exitcodes = exitcodes
+            pids = [worker.process.pid for worker in self._workers]
+            self._reply(WorkersReport(pids, exitcodes))
         is_late = time.monotonic() > self._kill_at
-        if not self._are_killed and is_ending and (is_late or have_ended):
-            self._are_killed = True
+        if self._state is _CallState.ENDING and (have_ended or is_late):
+            self._state = _CallState.KILLED
             for worker in self._workers:
-                worker.kill_group()
-        if self._are_killed and have_ended and not self._have_ended:
-            self._have_ended = True
-            for worker in self._workers:
-                worker.reap()
-                worker.close()
-            self._workers.clear()
-            self._tell(WorkersEnded())
-        if self._have_ended and not self._has_caller:
+                worker.process.kill_group()
+        if self._state is _CallState.KILLED and have_ended:
+            self._state = _CallState.ENDED
+            self._reap_workers()
+            self._reply(WorkersEnded())
+        if self._state is _CallState.ENDED and not self._has_caller:
             if self._folder:
                 remove_call_folder(Path(self._folder))
             self.connection.close()
 
+    def _reap_workers(self) -> None:
+        for worker in self._workers:
+            worker.process.reap()
+            worker.process.close()
+            worker.pipe.close()
+        self._workers.clear()
+
     def _read(self, files: Sequence[Any], *, has_caller: bool) -> None:
-        """Read what the caller has sent: if it was killed, too, as that names the call's folder."""
+        """Read what the caller has sent: if it was killed, too, as that names the folder."""
         while self._has_caller:
-            try:
+            request: Request = LeaveCall()
+            # Without a caller, a process that it has forked may keep the connection open.
+            with contextlib.suppress(EOFError, OSError):
                 if self.connection.poll():
-                    message = self.connection.recv()
+                    request = self.connection.recv()
                 elif has_caller:
                     return
-                else:  # a process that it has forked keeps the connection open
-                    message = LeaveCall()
-            except (EOFError, OSError):
-                message = LeaveCall()
-            self._do(message, files, has_caller=has_caller)
+            self._handle(request, files, has_caller=has_caller)
 
-    def _do(self, message: object, files: Sequence[Any], *, has_caller: bool) -> None:
-        if isinstance(message, StartWorkers):
-            self._folder = message.folder
-            if has_caller:
-                self._start(message.number, files)
-        elif isinstance(message, RequestsOfWorkers):
-            # If the caller was killed meanwhile, no worker was forked.
-            for request, path in zip(self._requests, message.paths, strict=False):
-                with request, contextlib.suppress(OSError):  # the worker was killed
-                    # So little that it waits for no reader, as a worker that is stopped.
-                    request.send((message.cwd, path))
-            self._requests.clear()
-        elif isinstance(message, InterruptWorkers):
-            for worker in self._workers:
-                worker.interrupt()
-        elif isinstance(message, EndWorkers):
-            self._end(message.grace_s)
-        elif isinstance(message, LeaveCall):
-            self._has_caller = False
-            if self._kill_at == math.inf:
-                self._end(_END_GRACE_S)
+    def _handle(self, request: Request, files: Sequence[Any], *, has_caller: bool) -> None:
+        match request:
+            case StartWorkers():
+                self._folder = request.folder
+                if has_caller:
+                    self._start(request.number, files)
+            case RunWorkers():
+                # If the caller was killed meanwhile, no worker was forked.
+                for worker, worker_request in zip(self._workers, request.requests, strict=False):
+                    worker.send(worker_request)
+            case InterruptWorkers():
+                for worker in self._workers:
+                    worker.process.interrupt()
+            case EndWorkers():
+                self._end(request.grace_s)
+            case LeaveCall():
+                self._has_caller = False
+                if self._state is _CallState.RUNNING:
+                    self._end(_END_GRACE_S)
 
     def _start(self, number: int, files: Sequence[Any]) -> None:
+        """Fork the workers; a later one must not keep the pipes of those before it."""
+        pipes: list[Connection] = []
         for _ in range(number):
-            workers_end, servers_end = multiprocessing.Pipe(duplex=False)
-            self._requests.append(servers_end)
-            arguments = ([*files, *self._requests], workers_end)
-            process: Any = multiprocessing.get_context("fork").Process(target=_work, args=arguments)
-            process._Popen = _WaitingFork  # which `start` calls
-            with workers_end:
-                try:
-                    process.start()
-                except OSError as error:  # too many processes, or too little memory
-                    self._tell(WorkersRefused(str(error)))
-                    self._end(0.0)
-                    return
-            self._workers.append(process._popen)
+            try:
+                worker = _Worker.fork([*files, *pipes])
+            except OSError as error:
+                self._reply(WorkersRefused(str(error)))
+                self._end(0.0)
+                return
+            self._workers.append(worker)
+            pipes.append(worker.pipe)
 
     def _end(self, grace_s: float) -> None:
         """End the workers, now or earlier than it was said before."""
-        if self._kill_at == math.inf:
+        if self._state is _CallState.RUNNING:
+            self._state = _CallState.ENDING
             for worker in self._workers:
-                worker.terminate()
+                worker.process.terminate()
         self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
 
-    def _tell(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # the caller has ended
-            self.connection.send(message)
+    def _reply(self, reply: Reply) -> None:
+        with contextlib.suppress(OSError):  # The caller has ended.
+            self.connection.send(reply)
 
 
-def _work(files: Sequence[Any], its: Connection) -> None:
-    """Be a worker: a process in which nothing is left of the fork server but what it has imported."""
-    os.setsid()  # a new process group, so that all processes started from here can be killed together
-    with contextlib.suppress(AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(
-            _DIES_WITH_PARENT, signal.SIGKILL
-        )  # if the server and the caller are killed
-    for each in files:
-        each.close()
+def _die_with_parent() -> None:
+    """Let Linux kill this process when its parent ends; other systems have no such thing."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
+
+
+def _work(files: Sequence[Any], pipe: Connection) -> None:
+    """Be a worker: a process in which only the imports are left of the fork server.
+
+    Args:
+        files: what the server has open.
+        pipe: brings the worker's request.
+    """
+    # A process group of its own, so that all processes started from here can be killed together.
+    os.setsid()
+    # If the server and the caller are killed.
+    _die_with_parent()
+    for file in files:
+        file.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
-        cwd, path = its.recv()
-        request = Path(path).read_bytes()
-    except (
-        EOFError,
-        FileNotFoundError,
-    ):  # the server was killed; the caller has left, and its folder with it
+        request: WorkerRequest = pipe.recv()
+        call_bytes = Path(request.path).read_bytes()
+    except (EOFError, FileNotFoundError):
+        # The server was killed; or the caller has left, and its folder with it.
         return
-    its.close()
-    _keep_sockets_in(Path(path).parent)
-    os.chdir(cwd)
-    function, *arguments = pickle.loads(request)
-    function(*arguments)
+    pipe.close()
+    _keep_sockets_in(Path(request.path).parent)
+    os.chdir(request.current_folder)
+    call: WorkerCall = pickle.loads(call_bytes)
+    call.function(*call.arguments)
 
 
 def _keep_sockets_in(folder: Path) -> None:

@@ -107,10 +107,15 @@ class LocalLauncher(Launcher):
         earlier: Sequence[BaseException],
     ) -> tuple[list[Outcome], BaseException | None]:
         """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
-        variables = worker_environ(environ, task.layout, cores=_available_cores())
+        cores = _available_cores()
+        variables = worker_environ(environ, task.layout, cores=cores)
         variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
         is_preloaded = self.start_method != "spawn"
-        server = calling_process.fork_servers.connected(variables, is_preloaded=is_preloaded)
+        server = calling_process.fork_servers.connected(
+            variables,
+            is_preloaded=is_preloaded,
+            imports_later=task.layout.local_world_size <= cores,
+        )
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
         # The fork server hears of the folder while it is empty, and is left last: then it removes what is there.
         with server as call, call_folder() as folder, contextlib.ExitStack() as ended:

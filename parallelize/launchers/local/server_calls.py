@@ -1,8 +1,13 @@
-"""The fork servers of a calling process, and the connection of a call to one of them: the caller's side.
+"""The fork servers of a calling process, and the connection of a call to one of them.
 
-first call           a server is started with the caller's variables, and the call gets a socket to it
-later calls          the same server, as long as the variables that libraries read at import are the same
-end of the process   the server is killed; one with an open call ends that call's workers by itself
+    first call           a server is started with the caller's variables, and the call gets a socket
+                         to it
+    later calls          the same server, as long as the variables that libraries read at import are
+                         the same
+    end of the process   the server is killed; one with an open call ends that call's workers by
+                         itself
+
+This is the caller's side; the server's is `fork_server`.
 """
 
 from __future__ import annotations
@@ -11,23 +16,27 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from parallelize.call.settings import absolute_search_path
 from parallelize.launchers.local import fork_server
-from parallelize.launchers.local.fork_server import BLOCKED_SIGNALS, TORCH_MODULES, LeaveCall
+from parallelize.launchers.local.fork_server import BLOCKED_SIGNALS, LATER_MODULES, TORCH_MODULES
+from parallelize.launchers.local.server_messages import LeaveCall, Reply, Request, ServerImports
 
-_KILL_TIMEOUT_S = 5.0  # A killed process that waits for a device ends later.
-# Packages that start no thread or connection when they are imported, and make no random generator of their own.
+# A killed process that waits for a device ends later.
+_KILL_TIMEOUT_S = 5.0
+# Packages that start no thread or connection when they are imported, and make no random generator
+# of their own.
 _FORKABLE = frozenset(
     {
         "PIL",
@@ -44,9 +53,10 @@ _FORKABLE = frozenset(
         "transformers",
     }
 )
-# Variables that libraries read when they are imported. Not the number of threads, which workers set.
+# Variables that libraries read when they are imported. The number of threads is none of them, since
+# workers set it. Neither is the folder that torch._dynamo sets when it is imported, as it is by the
+# first optimizer of a process.
 _READ_AT_IMPORT = re.compile(
-    # Not the folder that importing torch._dynamo sets, as the first optimizer of a process does.
     r"(PY)?TORCH(?!ELASTIC_|INDUCTOR_CACHE_DIR$)|NCCL_|GLOO_|LD_|MKL_|OMP_(?!NUM_THREADS)|KMP_|"
     r"PARALLELIZE_PRELOAD$"
 )
@@ -57,10 +67,10 @@ class _Server:
     """A fork server, as its caller sees it.
 
     Args:
-        owner: process that has started it.
-        variables: those that libraries read at import, by which a call chooses its server; None: the
-            server imports nothing.
-        packages: names of what it imports.
+        owner: number of the process that has started it.
+        variables: those that libraries read at import, by which a call chooses its server; None:
+            the server imports nothing.
+        imports: what it imports.
         process: the server.
         control: socket by which it gets the socket of each call; it ends when this is closed, and
             its calls have ended.
@@ -69,15 +79,21 @@ class _Server:
 
     owner: int
     variables: Mapping[str, str] | None
-    packages: Sequence[str]
+    imports: ServerImports
     process: subprocess.Popen[bytes]
     control: socket.socket
     open_calls: int = 0
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes calls. One that was killed has closed its socket some time before it has ended."""
-        return self.control.fileno() >= 0 and not wait([self.control], 0)
+        """Whether it takes calls.
+
+        One that was killed has closed its end of the control some time before it has ended, unless
+        its early server still has to be killed.
+        """
+        if self.control.fileno() < 0 or wait([self.control], 0):
+            return False
+        return self.process.poll() is None
 
 
 class ServerCall:
@@ -85,21 +101,42 @@ class ServerCall:
 
     Args:
         server: the server.
-        connection: for the messages of `fork_server`.
+        connection: to the server.
         lock: guards the sockets of the servers, which calls in other threads use, too.
-
-    Attributes:
-        connection: as above.
     """
 
     def __init__(self, server: _Server, connection: Connection, lock: threading.Lock) -> None:
         self._server = server
-        self.connection = connection
+        self._connection = connection
         self._lock = lock
 
+    def send(self, request: Request) -> None:
+        """Send a request, unless the server has ended, as `receive` will find."""
+        with contextlib.suppress(OSError):
+            self._connection.send(request)
+
+    def receive(self, timeout_s: float) -> Reply | None:
+        """Return the next reply; None: there is none within the timeout.
+
+        Raises:
+            EOFError: the server has ended.
+            OSError: likewise.
+        """
+        if not self._connection.poll(timeout_s):
+            return None
+        reply: Reply = self._connection.recv()
+        return reply
+
     def is_server_running(self) -> bool:
-        """Return whether the server has not ended, so that it keeps the numbers of its workers."""
-        return self._server.process.poll() is None
+        """Return whether the server has not ended, so that it keeps the numbers of its workers.
+
+        The early server, which may be the one that has forked them, closes the connection when it
+        ends. Replies that were sent before that do not hide it.
+        """
+        hangup = select.poll()
+        # Without events, the poll answers only that the other end is closed.
+        hangup.register(self._connection.fileno(), 0)
+        return self._server.process.poll() is None and not hangup.poll(0)
 
     def describe_server(self) -> str:
         """Say what the server does as long as it does not answer."""
@@ -109,8 +146,11 @@ class ServerCall:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             if state == "T":
                 return f"the fork server (process {pid}), which a signal has stopped"
-        packages = ", ".join(self._server.packages) or "nothing but this package"
-        return f"the fork server (process {pid}), which imports {packages}"
+        imports = self._server.imports
+        modules = [*imports.torch, *imports.packages]
+        packages = dict.fromkeys(name.partition(".")[0] for name in modules)
+        names = ", ".join(packages) or "nothing but this package"
+        return f"the fork server (process {pid}), which imports {names}"
 
     def kill_server(self) -> None:
         """Kill the server, which no call uses any more; Linux kills its workers with it."""
@@ -132,46 +172,57 @@ class ForkServers:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def connected(self, environ: Mapping[str, str], *, is_preloaded: bool) -> Iterator[ServerCall]:
+    def connected(
+        self, environ: Mapping[str, str], *, is_preloaded: bool, imports_later: bool
+    ) -> Iterator[ServerCall]:
         """Connect to a fork server for the workers of one call; leave the call with the block.
 
         Args:
-            environ: variables of a fork server that has to be started: the first, after a fork of this
-                process, or if those have changed that libraries read when they are imported.
+            environ: variables of a fork server that has to be started: the first, after a fork of
+                this process, or if those have changed that libraries read when they are imported.
             is_preloaded: whether the processes are forked from a server that has imported torch.
+            imports_later: whether a server that has to be started forks them before it imports
+                torch's compiler. Each of them that needs the compiler imports it then, which takes
+                longer if they share processor cores.
         """
         callers_end, servers_end = socket.socketpair()
         connection = Connection(callers_end.detach())
         with connection:
             with self._lock, servers_end:
-                server = self._running(environ, is_preloaded=is_preloaded)
+                server = self._running(
+                    environ, is_preloaded=is_preloaded, imports_later=imports_later
+                )
                 server.open_calls += 1
-                with contextlib.suppress(
-                    OSError
-                ):  # It has just ended, which closes the connection.
+                # A server that has just ended closes the connection, too.
+                with contextlib.suppress(OSError):
                     socket.send_fds(server.control, [b"+"], [servers_end.fileno()])
+            call = ServerCall(server, connection, self._lock)
             try:
-                yield ServerCall(server, connection, self._lock)
+                yield call
             finally:
                 # Closing is not enough: a child that this process has forked meanwhile may keep the
                 # connection open.
-                with contextlib.suppress(OSError):
-                    connection.send(LeaveCall())
+                call.send(LeaveCall())
                 with self._lock:
                     server.open_calls -= 1
 
-    def _running(self, environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
-        """Return a running server for these variables, a new one if there is none; forget those that have ended."""
+    def _running(
+        self, environ: Mapping[str, str], *, is_preloaded: bool, imports_later: bool
+    ) -> _Server:
+        """Return a running server for these variables; forget those that have ended."""
         variables = _read_at_import(environ) if is_preloaded else None
         for server in list(self._servers):
-            if server.is_running and (server.owner, server.variables) == (os.getpid(), variables):
+            has_variables = (server.owner, server.variables) == (os.getpid(), variables)
+            if has_variables and server.is_running:
                 return server
-            server.control.close()  # A server of other variables ends with its last call.
+            # A server of other variables ends with its last call.
+            server.control.close()
             if server.process.poll() is not None:
                 self._servers.remove(server)
-        server = _started(
-            environ, variables, _modules_to_import(environ, is_preloaded=is_preloaded)
-        )
+        imports = ServerImports()
+        if is_preloaded:
+            imports = _imports_of_server(environ, imports_later=imports_later)
+        server = _started(environ, variables, imports)
         self._servers.append(server)
         return server
 
@@ -179,55 +230,70 @@ class ForkServers:
         """End the servers, at the end of this process."""
         for server in self._servers:
             server.control.close()
-            # A server with a call, of a thread that ends with this process, ends that call's workers,
-            # and removes its folder.
+            # A server with a call, of a thread that ends with this process, ends that call's
+            # workers, and removes its folder.
             if server.owner == os.getpid() and not server.open_calls:
-                server.process.kill()  # It may still import.
+                # Not by closing alone, because it may still import.
+                server.process.kill()
                 server.process.wait()
 
 
 def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries read when they are imported."""
     return {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)}
 
 
-def _modules_to_import(environ: Mapping[str, str], *, is_preloaded: bool) -> list[str]:
-    """Return the modules that a new server imports: torch, and packages of the caller that may be forked."""
-    if not is_preloaded:
-        return []
-    modules = list(TORCH_MODULES)
+def _imports_of_server(environ: Mapping[str, str], *, imports_later: bool) -> ServerImports:
+    """Return what a new server imports: torch, and what the caller has imported of packages.
+
+    A caller that has imported torch's compiler has made an optimizer, or compiles: its functions
+    need the compiler, too.
+    """
+    torch_modules = list(TORCH_MODULES)
+    later = []
+    for name in LATER_MODULES:
+        if imports_later and name not in sys.modules:
+            later.append(name)
+        else:
+            torch_modules.append(name)
+    packages = []
     if environ.get("PARALLELIZE_PRELOAD") != "0":
-        modules += [name for name in list(sys.modules) if name.partition(".")[0] in _FORKABLE]
-    return modules
+        packages = [name for name in list(sys.modules) if name.partition(".")[0] in _FORKABLE]
+    return ServerImports(torch_modules, packages, later)
 
 
 def _started(
-    environ: Mapping[str, str], variables: Mapping[str, str] | None, modules: Sequence[str]
+    environ: Mapping[str, str], variables: Mapping[str, str] | None, imports: ServerImports
 ) -> _Server:
-    """Start a server that imports these modules."""
+    """Start a server."""
     control, servers_control = socket.socketpair()
-    # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
-    path = absolute_search_path()
     number = servers_control.fileno()
-    code = f"import sys; sys.path[:] = {path!r}; from {fork_server.__name__} import serve; serve({number})"
+    # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed
+    # package.
+    code = (
+        f"import sys; sys.path[:] = {absolute_search_path()!r}; "
+        f"from {fork_server.__name__} import serve; serve({number})"
+    )
     # A file, not a pipe: the server gets all of it if this process is killed, and a server that
     # does not read it is not waited for here.
-    with tempfile.TemporaryFile() as names, servers_control:
-        names.write(json.dumps(modules).encode())
-        names.seek(0)
+    with tempfile.TemporaryFile() as imports_file, servers_control:
+        imports_file.write(json.dumps(asdict(imports)).encode())
+        imports_file.seek(0)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
         try:
             process = subprocess.Popen(
                 [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
-                # torch.cuda.is_available(), which packages call when they are imported, then asks NVML, and does
-                # not initialize the driver. Workers have the variables of their call.
+                # torch.cuda.is_available(), which packages call when they are imported, then asks
+                # NVML, and does not initialize the driver. Workers have the variables of their
+                # call.
                 env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environ},
                 cwd="/",
-                stdin=names,
-                stdout=subprocess.DEVNULL,  # workers have files
+                stdin=imports_file,
+                # Workers have files.
+                stdout=subprocess.DEVNULL,
                 pass_fds=[number],
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    packages = list(dict.fromkeys(name.partition(".")[0] for name in modules))
-    return _Server(os.getpid(), variables, packages, process, control)
+    return _Server(os.getpid(), variables, imports, process, control)
