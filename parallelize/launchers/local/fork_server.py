@@ -2,14 +2,11 @@
 
     caller ── a socket for each call ──> fork server ──> worker (own process group) ──> its children
 
-The messages are drawn in `server_messages`. When a call's socket closes before the caller has left
-the call, as the kernel closes it however the caller ends, the server ends the workers, with
-SIGTERM, and SIGKILL to their process groups some seconds later, and removes the folder. SIGKILL
-reaches workers that are stopped, or in compiled code, too. The server is in a session of its own,
-so a terminal's Ctrl-C and a `timeout` reach the caller alone.
-
-A worker that has ended stays a zombie until the whole call is over. As long as it does, no other
-process gets its number, by which the server sends signals to it and to its group.
+The messages are drawn in `server_messages`, and `forked_worker` has the worker. When a call's
+socket closes before the caller has left the call, as the kernel closes it however the caller ends,
+the server ends the workers, with SIGTERM, and SIGKILL to their process groups some seconds later,
+and removes the folder. SIGKILL reaches workers that are stopped, or in compiled code, too. The
+server is in a session of its own, so a terminal's Ctrl-C and a `timeout` reach the caller alone.
 
 The life of a server, and of the early server that it forks:
 
@@ -24,24 +21,21 @@ itself. The fork server forks no worker while it imports.
 
 Glossary:
 
-    control        the socket that brings the sockets of the calls
     caller         the process that has started the server, and makes the calls
-    early server   see above
-    group          the process group that a worker leads: what it has started is in it, too
+    control        the socket that brings the sockets of the calls
+    early server   serves calls while the fork server imports, see above
     reap           let go of the number of a process that has ended, and is a zombie until then
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import io
 import json
 import math
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -51,12 +45,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from importlib import import_module
-from multiprocessing import popen_fork, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
 from parallelize.cluster.call_folders import remove_call_folder
+from parallelize.launchers.local.forked_worker import ForkedWorker, die_with_parent
 from parallelize.launchers.local.server_messages import (
     EndWorkers,
     InterruptWorkers,
@@ -66,8 +61,6 @@ from parallelize.launchers.local.server_messages import (
     RunWorkers,
     ServerImports,
     StartWorkers,
-    WorkerCall,
-    WorkerRequest,
     WorkersEnded,
     WorkersRefused,
     WorkersReport,
@@ -81,12 +74,6 @@ _LOOK_EVERY_S = 1.0
 # How often the server looks while there are calls. A worker's sentinel does not show its end if
 # children of the worker keep it open.
 _POLL_EVERY_S = 0.05
-# PR_SET_PDEATHSIG of <sys/prctl.h>.
-_SIGNAL_OF_PARENTS_DEATH = 1
-# The path of a socket has at most so many bytes: `sun_path` of <sys/un.h>, without its last zero.
-_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-# As multiprocessing.connection.arbitrary_address names it.
-_SOCKET_NAME = "listener-12345678"
 _WORKER_MODULE = "parallelize.worker.main"
 _OUTPUT_MODULE = "parallelize.worker.process_setup"
 
@@ -133,11 +120,7 @@ def serve(number: int) -> None:
             # Once, and not in each worker, which takes 20 ms.
             until_end.enter_context(import_module(_WORKER_MODULE).replace_group_functions())
         server = _Server(control, caller)
-        later = [name for name in imports.later if name not in sys.modules]
-        if later:
-            with server.replaced_by_early_server(), _without_collections():
-                for name in later:
-                    import_module(name)
+        server.import_later(imports.later)
         server.serve_calls()
         os._exit(0)
 
@@ -253,41 +236,47 @@ class _Server:
         # The number of the early server that this one has forked, until it has ended.
         self._early_server: int | None = None
 
-    @contextlib.contextmanager
-    def replaced_by_early_server(self) -> Iterator[None]:
-        """Let another process, the early server, serve the calls that come in the context.
+    def import_later(self, names: Sequence[str]) -> None:
+        """Import modules, while the early server serves the calls that come.
 
-        At the end of the context, this process closes its end of a pipe. Then the early server
-        takes no more calls, and ends with its last one. Where the caller has no pidfd, there is no
-        early server: it could not see the end of the caller, whose child it is not.
+        Where the caller has no pidfd, there is no early server: it could not see the end of the
+        caller, whose child it is not.
         """
-        if self._caller.pidfd is None:
-            yield
-            return
-        until, until_here = multiprocessing.Pipe(duplex=False)
-        server = os.getpid()
-        # Not by multiprocessing, which would count the early server in the names of its workers.
-        self._early_server = os.fork()
-        if self._early_server == 0:
-            self._early_server = None
-            until_here.close()
-            self._until = until
-            self._be_early_server(server)
-        until.close()
-        with until_here:
-            yield
+        missing = [name for name in names if name not in sys.modules]
+        until: Connection | None = None
+        if missing and self._caller.pidfd is not None:
+            until = self._fork_early_server()
+        with _without_collections():
+            for name in missing:
+                import_module(name)
+        if until is not None:
+            until.close()
 
-    def _be_early_server(self, server: int) -> NoReturn:
-        """Serve calls, and never return to the code of the fork server.
+    def _fork_early_server(self) -> Connection:
+        """Fork the early server; return what it sees the end of, to take no more calls."""
+        until_there, until_here = multiprocessing.Pipe(duplex=False)
+        fork_server = os.getpid()
+        # Not by multiprocessing, which would count the early server in the names of its workers.
+        pid = os.fork()
+        if pid == 0:
+            until_here.close()
+            self._until = until_there
+            self._be_early_server(fork_server)
+        until_there.close()
+        self._early_server = pid
+        return until_here
+
+    def _be_early_server(self, fork_server: int) -> NoReturn:
+        """Serve calls in the process that was forked, and end it.
 
         Args:
-            server: number of the fork server.
+            fork_server: number of the process that has forked it.
         """
         exitcode = 1
         try:
-            _die_with_parent()
+            die_with_parent()
             # The fork server may have been killed before that.
-            if os.getppid() == server:
+            if os.getppid() == fork_server:
                 self.serve_calls()
             exitcode = 0
         except BaseException:  # noqa: BLE001 - it is shown, and this process ends
@@ -351,91 +340,6 @@ class _Server:
             self._early_server = None
 
 
-class _WaitingFork(popen_fork.Popen):
-    """A forked worker whose number is its own until `reap`: when it has ended, it stays a zombie.
-
-    multiprocessing reaps a process as soon as anybody asks for its exit code, or starts another
-    one. Systems without WNOWAIT, such as macOS before Python 3.13, leave no other way; there, an
-    ended worker's group gets no signal.
-    """
-
-    _is_reaped = False
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code; None: the worker has not ended."""
-        if not hasattr(os, "WNOWAIT"):
-            self._is_reaped = super().poll(flag) is not None
-        elif self.returncode is None:
-            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag)
-            if end is not None and end.si_code == os.CLD_EXITED:
-                self.returncode = end.si_status
-            elif end is not None:
-                self.returncode = -end.si_status
-        return self.returncode
-
-    def interrupt(self) -> None:
-        """Send SIGINT, if the worker has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGINT)
-
-    def kill_group(self) -> None:
-        """Kill the worker and the process group that it leads, unless it has just been forked."""
-        if self._is_reaped:
-            return
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(self.pid, signal.SIGKILL)
-
-    def reap(self) -> None:
-        """Let go of the number of a worker that has ended."""
-        if not self._is_reaped:
-            self._is_reaped = True
-            os.waitpid(self.pid, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Worker:
-    """A worker, as the server sees it.
-
-    Args:
-        process: the process.
-        pipe: for its `WorkerRequest`; closed once that is sent.
-    """
-
-    process: _WaitingFork
-    pipe: Connection
-
-    @classmethod
-    def fork(cls, files: Sequence[Any]) -> _Worker:
-        """Fork a worker.
-
-        Args:
-            files: what the server has open, and the worker must not keep.
-
-        Raises:
-            OSError: there are too many processes, or there is too little memory.
-        """
-        workers_end, servers_end = multiprocessing.Pipe(duplex=False)
-        process: Any = multiprocessing.get_context("fork").Process(
-            target=_work, args=([*files, servers_end], workers_end)
-        )
-        # The class that `start` calls.
-        process._Popen = _WaitingFork
-        with workers_end:
-            try:
-                process.start()
-            except OSError:
-                servers_end.close()
-                raise
-        return cls(process._popen, servers_end)
-
-    def send(self, request: WorkerRequest) -> None:
-        """Say what the worker runs."""
-        with self.pipe, contextlib.suppress(OSError):  # The worker was killed.
-            # So little that it waits for no reader, such as a worker that is stopped.
-            self.pipe.send(request)
-
-
 class _CallState(Enum):
     """What the server does with the workers of a call.
 
@@ -466,7 +370,7 @@ class _Call:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._state = _CallState.RUNNING
-        self._workers: list[_Worker] = []
+        self._workers: list[ForkedWorker] = []
         self._reported_exitcodes: list[int | None] = []
         # The call's folder, which is removed after a caller that has ended; "": there is none yet.
         self._folder = ""
@@ -559,7 +463,7 @@ class _Call:
         pipes: list[Connection] = []
         for _ in range(number):
             try:
-                worker = _Worker.fork([*files, *pipes])
+                worker = ForkedWorker.fork([*files, *pipes])
             except OSError as error:
                 self._reply(WorkersRefused(str(error)))
                 self._end(0.0)
@@ -578,48 +482,3 @@ class _Call:
     def _reply(self, reply: Reply) -> None:
         with contextlib.suppress(OSError):  # The caller has ended.
             self.connection.send(reply)
-
-
-def _die_with_parent() -> None:
-    """Let Linux kill this process when its parent ends; other systems have no such thing."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
-
-
-def _work(files: Sequence[Any], pipe: Connection) -> None:
-    """Be a worker: a process in which only the imports are left of the fork server.
-
-    Args:
-        files: what the server has open.
-        pipe: brings the worker's request.
-    """
-    # A process group of its own, so that all processes started from here can be killed together.
-    os.setsid()
-    # If the server and the caller are killed.
-    _die_with_parent()
-    for file in files:
-        file.close()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    try:
-        request: WorkerRequest = pipe.recv()
-        call_bytes = Path(request.path).read_bytes()
-    except (EOFError, FileNotFoundError):
-        # The server was killed; or the caller has left, and its folder with it.
-        return
-    pipe.close()
-    _keep_sockets_in(Path(request.path).parent)
-    os.chdir(request.current_folder)
-    call: WorkerCall = pickle.loads(call_bytes)
-    call.function(*call.arguments)
-
-
-def _keep_sockets_in(folder: Path) -> None:
-    """Let multiprocessing make its sockets in the call's folder, in child processes, too.
-
-    By itself it makes a folder for them in the temporary folder (`multiprocessing.util`,
-    `get_temp_dir`). A process that is killed leaves that there, as a DataLoader's worker is that
-    has sent a tensor and lives at the end of the call.
-    """
-    if len(os.fsencode(folder / _SOCKET_NAME)) <= _SOCKET_PATH_BYTES:
-        process: Any = multiprocessing.current_process()
-        process._config["tempdir"] = str(folder)
