@@ -63,8 +63,8 @@ KillWait=5
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName=n1 NodeAddr={n1} CPUs=4 RealMemory=8000 Gres=gpu:2 State=UNKNOWN
-NodeName=n2 NodeAddr={n2} CPUs=4 RealMemory=8000 Gres=gpu:2 State=UNKNOWN
+NodeName=n1 NodeAddr={n1} CPUs=8 RealMemory=32768 Gres=gpu:2 State=UNKNOWN
+NodeName=n2 NodeAddr={n2} CPUs=8 RealMemory=32768 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES:4 GraceTime=30 PriorityTier=1
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -112,7 +112,7 @@ class Cluster:
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
 
     def run(
-        self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 50.0
+        self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 250.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node."""
         return subprocess.run(
@@ -126,7 +126,7 @@ class Cluster:
             check=False,
         )
 
-    def sbatch(self, *arguments: str, timeout_s: float = 55.0, **options: Any) -> str:
+    def sbatch(self, *arguments: str, timeout_s: float = 250.0, **options: Any) -> str:
         """Submit a job script, wait for its end, return its state. `sbatch --wait` polls only every 2, 4, 8, ... s."""
         submitted = self.run("sbatch", "--parsable", *arguments, **options)
         job = submitted.stdout.strip()
@@ -145,7 +145,7 @@ class Cluster:
         if jobs:
             self.run("scancel", "--signal=KILL", "--full", *jobs)
             self.run("scancel", *jobs)
-        wait_for(lambda: not self.run("squeue", "-h").stdout.strip(), 30, lambda: self.run("squeue").stdout)
+        wait_for(lambda: not self.run("squeue", "-h").stdout.strip(), 200, lambda: self.run("squeue").stdout)
 
     def logs(self) -> str:
         """Return the end of the daemons' logs, for a failing test."""
@@ -232,7 +232,7 @@ def _daemon(stack: contextlib.ExitStack, cluster: Cluster, name: str, command: l
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     stack.callback(_terminate, process)
     if name == "munge":
-        wait_for((cluster.folder / "munge.socket").exists, 10, cluster.logs)
+        wait_for((cluster.folder / "munge.socket").exists, 200, cluster.logs)
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:

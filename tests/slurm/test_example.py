@@ -52,7 +52,7 @@ def test_the_job_script(cluster: Cluster, folder: Path) -> None:
 def test_the_submitted_call(cluster: Cluster, folder: Path) -> None:
     """Without a job script, the value is printed on the login node."""
     environ = {**python_first(cluster), "PARALLELIZE_PROCESSES": "2"}
-    done = cluster.run("python", "submit.py", cwd=folder, env=environ, timeout_s=120)
+    done = cluster.run("python", "submit.py", cwd=folder, env=environ)
     assert accuracy(done.stdout, done.stderr) >= 0.93
 
 
@@ -60,6 +60,6 @@ def test_the_submitted_call(cluster: Cluster, folder: Path) -> None:
 def test_the_search(cluster: Cluster, folder: Path) -> None:
     """Four calls run as one array; the best accuracy is printed last."""
     environ = {**python_first(cluster), "PARALLELIZE_PROCESSES": "1"}
-    done = cluster.run("python", "search.py", cwd=folder, env=environ, timeout_s=140)
+    done = cluster.run("python", "search.py", cwd=folder, env=environ)
     assert len(re.findall(r"^\d\.\d{3}  \{", done.stdout, re.MULTILINE)) == 4, done.stderr
     assert accuracy(done.stdout, done.stderr) >= 0.93

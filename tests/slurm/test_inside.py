@@ -59,20 +59,44 @@ def values(done: subprocess.CompletedProcess[str]) -> list[Any]:
 
 def test_one_task_per_process_is_a_rank(cluster: Cluster, script: str) -> None:
     """Two nodes x two tasks join one world, and each has rank 0's value."""
-    done = cluster.run("srun", "-N2", "--ntasks-per-node=2", *command(script), timeout_s=100)
+    done = cluster.run("srun", "-N2", "--ntasks-per-node=2", *command(script))
     assert [value[:2] for value in values(done)] == [[6.0, 4]] * 4
 
 
 def test_one_task_per_node_starts_the_nodes_processes(cluster: Cluster, script: str) -> None:
     """Each of two tasks starts two processes on its node."""
-    done = cluster.run("srun", "-N2", "--ntasks-per-node=1", *command(script, processes=2), timeout_s=100)
+    done = cluster.run("srun", "-N2", "--ntasks-per-node=1", *command(script, processes=2))
     assert values(done) == [[6.0, 4, 2, "n1"]] * 2
+
+
+CALL_IN_A_WORKER = """
+import json, os, subprocess, sys
+from parallelize import distributed, rank
+
+@distributed(processes=2, timeout=60)
+def outer():
+    if rank() == 0:
+        options = json.dumps({"processes": 2})
+        return subprocess.run([sys.executable, sys.argv[1], options], capture_output=True, text=True).stdout
+
+if __name__ == "__main__":
+    text = outer()
+    if os.environ["SLURM_PROCID"] == "0":
+        print(text, flush=True)
+"""
+
+
+def test_a_program_that_a_worker_starts_makes_its_own_call(cluster: Cluster, script: str, tmp_path: Path) -> None:
+    """It is no task of the worker's step, and its processes are on the worker's node."""
+    (tmp_path / "outer.py").write_text(CALL_IN_A_WORKER)
+    done = cluster.run("srun", "-N2", "--ntasks-per-node=1", sys.executable, str(tmp_path / "outer.py"), script)
+    assert values(done) == [[1.0, 2, 2, "n1"]]
 
 
 def test_cyclic_task_distribution(cluster: Cluster, script: str) -> None:
     """Under salloc, `srun -m cyclic` puts rank 1 on the second node, and all ranks join one world."""
     inside = ["srun", "-m", "cyclic", "--ntasks-per-node=2", *command(script)]
-    done = cluster.run("salloc", "-N2", "--ntasks-per-node=2", *inside, timeout_s=100)
+    done = cluster.run("salloc", "-N2", "--ntasks-per-node=2", *inside)
     assert [value[:2] for value in values(done)] == [[6.0, 4]] * 4
 
 
@@ -95,7 +119,7 @@ def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
         f"{torchrun} {script} '{{}}'",
     ]
     (tmp_path / "job.sh").write_text("\n".join(lines))
-    state = cluster.sbatch(f"--output={tmp_path}/log", str(tmp_path / "job.sh"), timeout_s=250)
+    state = cluster.sbatch(f"--output={tmp_path}/log", str(tmp_path / "job.sh"))
     text = (tmp_path / "log").read_text()
     result = [json.loads(line) for line in text.splitlines() if line.startswith(('["', "[1.0"))]
     assert len(result) == 7, text
@@ -115,7 +139,7 @@ def test_a_heterogeneous_job(cluster: Cluster, script: str, tmp_path: Path) -> N
     quoted = " ".join(f"'{part}'" for part in command(script))
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\nsrun --het-group=0,1 {quoted}\n")
     components = ["-N1", "-n2", "--exclude=n1", ":", "-N1", "-n1", "--exclude=n2"]
-    state = cluster.sbatch(f"--output={tmp_path}/log", *components, str(tmp_path / "job.sh"), timeout_s=100)
+    state = cluster.sbatch(f"--output={tmp_path}/log", *components, str(tmp_path / "job.sh"))
     text = (tmp_path / "log").read_text()
     results = [json.loads(line) for line in text.splitlines() if line.startswith("[")]
     assert state == "COMPLETED", text
@@ -125,14 +149,14 @@ def test_a_heterogeneous_job(cluster: Cluster, script: str, tmp_path: Path) -> N
 def test_the_components_of_a_step(cluster: Cluster, script: str) -> None:
     """The components of a step in an ordinary job, of which Slurm lists rank 0's node last, meet at MASTER_ADDR."""
     step = ["srun", "-N1", "-n1", "-w", "n2", *command(script), ":", "-N1", "-n1", "-w", "n1", *command(script)]
-    done = cluster.run("salloc", "-N2", "-n2", *step, env={"MASTER_ADDR": ADDRESSES["n2"]}, timeout_s=100)
+    done = cluster.run("salloc", "-N2", "-n2", *step, env={"MASTER_ADDR": ADDRESSES["n2"]})
     assert [value[:2] for value in values(done)] == [[1.0, 2]] * 2
 
 
 def test_a_shell_on_a_compute_node(cluster: Cluster, script: str) -> None:
     """With `srun --pty` on a compute node, a call starts its processes there."""
     inside = " ".join(f"'{part}'" for part in ["srun", "-N1", "-n1", "--pty", *command(script, processes=2)])
-    done = cluster.run("script", "--quiet", "--return", "--command", inside, "/dev/null", timeout_s=100)
+    done = cluster.run("script", "--quiet", "--return", "--command", inside, "/dev/null")
     assert values(done) == [[1.0, 2, 2, "n1"]]
 
 

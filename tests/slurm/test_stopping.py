@@ -63,9 +63,9 @@ def test_a_signalled_job_of_an_array_resumes(cluster: Cluster, tmp_path: Path) -
         folder.mkdir()
     jobs = counting(tmp_path, processes=2).submit_many([{"folder": str(each), "steps": 100} for each in folders],
                                                        at_most=1)  # fmt: skip
-    wait_for(has_begun(folders[0]), 60, jobs[0].logs)
+    wait_for(has_begun(folders[0]), 200, jobs[0].logs)
     cluster.run("scancel", "--signal=USR2", "--batch", jobs[0].id)
-    first, second = (job.result(timeout_s=150) for job in jobs)
+    first, second = (job.result(timeout_s=250) for job in jobs)
     assert first["attempt"] == "1"
     assert first["starts"][0] == 0
     assert 0 < first["starts"][1] < 100
@@ -81,10 +81,10 @@ def test_a_preempted_job_resumes(cluster: Cluster, tmp_path: Path) -> None:
     job = counting(tmp_path, num_nodes=2, processes=1, partition="main", sbatch={"exclusive": True}).submit(
         str(tmp_path), steps=100
     )
-    wait_for(has_begun(tmp_path), 60, job.logs)
+    wait_for(has_begun(tmp_path), 200, job.logs)
     done = cluster.run("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "--wrap", "sleep 1")
     assert done.returncode == 0, done.stderr
-    value = job.result(timeout_s=150)
+    value = job.result(timeout_s=250)
     assert value["attempt"] == "1", job.logs()
     assert 0 < value["starts"][1] < 100
     assert restarts(cluster, job.id) == "1"
@@ -94,20 +94,20 @@ def test_a_preempted_job_resumes(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_job_whose_tasks_get_sigterm_resumes(cluster: Cluster, tmp_path: Path) -> None:
     """A cluster with control groups sends TERM only to srun's task on preemption, while the job is still RUNNING."""
     job = counting(tmp_path, processes=1).submit(str(tmp_path), steps=100)
-    wait_for(has_begun(tmp_path), 60, job.logs)
+    wait_for(has_begun(tmp_path), 200, job.logs)
     rank_script = [str(job.log.parent / "rank.sh")]
     (task,) = (each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:2] == rank_script)
     task.send_signal(signal.SIGTERM)
-    assert job.result(timeout_s=150)["attempt"] == "1"
+    assert job.result(timeout_s=250)["attempt"] == "1"
 
 
 @pytest.mark.soak
 def test_no_more_requeues_than_asked_for(cluster: Cluster, tmp_path: Path) -> None:
     """With max_requeues=0 the value returned after should_stop() is the result."""
     job = counting(tmp_path, processes=1, max_requeues=0).submit(str(tmp_path), steps=100_000)
-    wait_for(has_begun(tmp_path), 60, job.logs)
+    wait_for(has_begun(tmp_path), 200, job.logs)
     cluster.run("scancel", "--signal=USR2", "--batch", job.id)
-    assert job.result(timeout_s=60)["stopped"] > 0
+    assert job.result(timeout_s=250)["stopped"] > 0
 
 
 SCRIPT = """
@@ -137,9 +137,9 @@ def test_should_stop_in_a_users_own_job_script(cluster: Cluster, tmp_path: Path,
     script.write_text(textwrap.dedent(SCRIPT))
     command = f"srun {sys.executable} {script} {tmp_path} {processes}"
     done = cluster.run("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", "-o", f"{tmp_path}/log", "--wrap", command)
-    wait_for(has_begun(tmp_path), 60, "the tasks start")
+    wait_for(has_begun(tmp_path), 200, "the tasks start")
     cluster.run("scancel", "--signal=USR1", done.stdout.strip())
-    wait_for(lambda: not cluster.run("squeue", "-h").stdout, 40, "the job ends")
+    wait_for(lambda: not cluster.run("squeue", "-h").stdout, 200, "the job ends")
     assert sorted((tmp_path / "log").read_text().splitlines())[:2] == ["1 True", "1 True"]
 
 
