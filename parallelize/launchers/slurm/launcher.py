@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 from parallelize.call.outcome import Outcome
 from parallelize.call.task import Task
 from parallelize.cluster.world import Node
+from parallelize.config.config import Config
 from parallelize.config.layout import Layout
 from parallelize.config.options import duration
 from parallelize.errors import ConfigError, Fault
@@ -154,8 +155,9 @@ class SlurmLauncher(BatchLauncher):
         setup: shell lines to run before the processes start, such as "source env.sh".
         sbatch: other options of sbatch, by long name; True: a flag without a value; False, None:
             omitted.
-        mail_user: e-mail address that Slurm notifies.
-        mail_type: events to notify about, as for sbatch, such as "END,FAIL".
+        mail_user: e-mail address that Slurm notifies; None: that of the user who submits.
+        mail_type: events to notify about, as for sbatch, such as "ALL"; None: "END,FAIL" for a
+            mail_user, else none.
         stop_before: how long before the time limit `should_stop()` becomes true, such as "5min";
             Slurm may signal a minute early.
         max_requeues: how often to requeue a job whose function returns after `should_stop()` was
@@ -204,10 +206,25 @@ class SlurmLauncher(BatchLauncher):
     setup: Sequence[str] = ()
     sbatch: Mapping[str, str | int | bool | None] = field(default_factory=dict)
     mail_user: str | None = None
-    mail_type: str = "END,FAIL"
+    mail_type: str | None = None
     stop_before: timedelta | str = timedelta(minutes=5)
     max_requeues: int = 100
     python: str | Sequence[str] | None = None
+
+    def plan(self, config: Config) -> Layout:
+        """Return the layout of a job, as every launcher of a cluster does.
+
+        Raises:
+            ConfigError: as for BatchLauncher; or gpu_type= for a job that requests no GPU.
+        """
+        layout = super().plan(config)
+        if self.gpu_type is not None and not layout.indices:
+            raise ConfigError(
+                f"gpu_type={self.gpu_type!r} for {layout.local_world_size} process(es) on the CPU",
+                why="a job without gpus= requests no GPU, of whatever type",
+                fix="use gpus=<number on each node>, or omit gpu_type=",
+            )
+        return layout
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
         """Submit the call, show its job's state and output, and return the outcomes at its end."""
@@ -290,6 +307,9 @@ class SlurmLauncher(BatchLauncher):
             gpus = f"gpu:{len(layout.indices)}"
         if layout.indices and self.gpu_type:
             gpus = f"gpu:{self.gpu_type}:{len(layout.indices)}"
+        mail_type = self.mail_type
+        if mail_type is None and self.mail_user is not None:
+            mail_type = "END,FAIL"
         time_limit = self.time
         if isinstance(time_limit, timedelta):
             # Slurm counts in minutes; the limit is rounded up.
@@ -308,7 +328,7 @@ class SlurmLauncher(BatchLauncher):
             "time": time_limit,
             "signal": f"B:USR2@{int(self.stop_before.total_seconds())}",
             "mail-user": self.mail_user,
-            "mail-type": self.mail_type if self.mail_user else None,
+            "mail-type": mail_type,
             "requeue": True,
         }
         for option, value in self.sbatch.items():

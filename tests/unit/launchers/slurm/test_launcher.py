@@ -133,6 +133,31 @@ def test_a_job_needs_numbers_of_gpus_or_processes(asked: dict[str, Any], named: 
         distributed(launcher="slurm", **asked)(train).sbatch_script(tmp_path / "job.sh")
 
 
+@pytest.mark.parametrize("asked", [{"processes": 2}, {"gpus": 0}])
+def test_a_type_of_gpus_needs_gpus(asked: dict[str, Any], tmp_path: Path) -> None:
+    """A job that requests none would run on CPUs, and nothing would say that the type was not asked for."""
+    call = distributed(launcher=SlurmLauncher(gpu_type="a100"), **asked)(train)
+    with pytest.raises(ConfigError, match=r"(?s)gpu_type='a100'.*no GPU.*gpus="):
+        call.sbatch_script(tmp_path / "job.sh")
+    call.options(gpus=1, processes=None).sbatch_script(tmp_path / "job.sh")
+    assert "#SBATCH --gres=gpu:a100:1" in (tmp_path / "job.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({}, []),
+        ({"mail_user": "me@example.org"}, ["mail-user=me@example.org", "mail-type=END,FAIL"]),
+        ({"mail_type": "ALL"}, ["mail-type=ALL"]),
+        ({"mail_type": "ALL", "mail_user": "me"}, ["mail-user=me", "mail-type=ALL"]),
+    ],
+)
+def test_who_gets_mail_of_what(options: dict[str, Any], lines: list[str], tmp_path: Path) -> None:
+    """Without an address Slurm notifies the user who submits; events that are asked for are never dropped."""
+    distributed(launcher=SlurmLauncher(**options), processes=2)(train).sbatch_script(tmp_path / "job.sh")
+    assert re.findall(r"^#SBATCH --(mail.*)", (tmp_path / "job.sh").read_text(), re.MULTILINE) == lines
+
+
 def test_the_plan_has_the_requests_gpus() -> None:
     """The layout uses the requested GPUs, which this machine need not have; explain() shows it; dp has one process."""
     layout = SlurmLauncher().plan(Config.parse(gpus=4, num_nodes=2, launcher="slurm"))
