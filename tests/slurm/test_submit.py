@@ -283,3 +283,9 @@ def test_an_unknown_job_is_refused(tmp_path: Path) -> None:
     """Job.attach raises LaunchError if the folder does not contain the job."""
     with pytest.raises(LaunchError, match="no job 4711"):
         Job.attach(4711, tmp_path)
+
+
+def test_an_overcommitted_job_runs(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm gives it one core for all of its ranks."""
+    job = submittable(tmp_path, processes=2, sbatch={"overcommit": True}).submit()
+    assert job.result(timeout_s=250)["total"] == 1.0

@@ -84,6 +84,7 @@ run="$folder/$job.${{SLURM_RESTART_COUNT:-0}}"
 # The cores of each rank: as requested, else its part of the job's cores on the smallest node.
 cores="$(tr , '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)"
 cores="${{SLURM_CPUS_PER_TASK:-$((cores / tasks))}}"
+if [ "$cores" -lt 1 ]; then cores=1; fi  # with --overcommit, ranks share a core
 
 # Slurm signals this script (B:) before the time limit and on preemption; should_stop() sees the
 # file.
