@@ -285,6 +285,15 @@ def test_an_unknown_job_is_refused(tmp_path: Path) -> None:
         Job.attach(4711, tmp_path)
 
 
+def test_a_default_partition_of_the_user(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SBATCH_PARTITION is that of jobs whose launcher names none."""
+    monkeypatch.setenv("SBATCH_PARTITION", "urgent")
+    for options, partition in (({}, "urgent"), ({"partition": "main"}, "main")):
+        job = submittable(tmp_path, **options).submit()
+        assert f"Partition={partition} " in cluster.run("scontrol", "show", "job", job.id, "--oneliner").stdout
+        job.cancel()
+
+
 def test_an_overcommitted_job_runs(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm gives it one core for all of its ranks."""
     job = submittable(tmp_path, processes=2, sbatch={"overcommit": True}).submit()

@@ -54,9 +54,14 @@ _QUERY_EVERY_S = 2.0
 _RESULT_DELAY_S = 15.0
 _TAIL_LINES = 20
 
+USERS_DEFAULTS = ("account", "partition", "qos", "reservation")
+"""Options of sbatch for which clusters advise to export a default, such as SBATCH_ACCOUNT."""
+
 # Variables that Slurm sets in a job. `sbatch` and `srun` would read most of them as options of the
 # new job.
-_JOB_VARIABLE = re.compile(r"(SLURM_(?!CONF$)|SLURMD_|SBATCH_|SRUN_)")
+_JOB_VARIABLE = re.compile(
+    rf"SLURM_(?!CONF$)|SLURMD_|SRUN_|SBATCH_(?!({'|'.join(USERS_DEFAULTS).upper()})$)"
+)
 # State that ends a job, before any rank can say why -> what to do.
 _FIX_BY_STATE = {
     "CANCELLED": "submit it again",

@@ -37,7 +37,7 @@ from parallelize.config.layout import Layout
 from parallelize.config.options import duration
 from parallelize.errors import ConfigError, Fault
 from parallelize.launchers.batch_launcher import BatchLauncher
-from parallelize.launchers.slurm.job import Job, submit_script
+from parallelize.launchers.slurm.job import USERS_DEFAULTS, Job, submit_script
 from parallelize.launchers.slurm.script import RANK_SCRIPT, job_script
 from parallelize.launchers.slurm.step import write_call
 from parallelize.plugins.options import (
@@ -241,12 +241,12 @@ class SlurmLauncher(BatchLauncher):
         # Only this user can access the folder.
         folder = Path(tempfile.mkdtemp(prefix=f"{_safe(tasks[0].name)}-", dir=parent))
         self._write(tasks, folder, folder / "job.sh")
+        arguments = self._overriding_arguments(tasks[0])
         is_array = len(tasks) > 1
-        options = []
         if is_array:
             elements = f"--array=0-{len(tasks) - 1}"
-            options = [elements if at_most is None else f"{elements}%{at_most}"]
-        job_id = submit_script(folder / "job.sh", *options, environ=environ)
+            arguments.append(elements if at_most is None else f"{elements}%{at_most}")
+        job_id = submit_script(folder / "job.sh", *arguments, environ=environ)
         link = folder / "link"
         link.symlink_to(folder.name)
         # An older job may have had the same ID, on a cluster that was set up anew.
@@ -258,6 +258,16 @@ class SlurmLauncher(BatchLauncher):
             job: Job[Any] = Job(f"{job_id}_{index}", folder, all_ranks=task.all_ranks)
             jobs.append(job)
         return jobs
+
+    def _overriding_arguments(self, task: Task) -> list[str]:
+        """Return options as arguments of sbatch, which the user's variables must not change.
+
+        For sbatch, a variable such as SBATCH_PARTITION wins over a line of the script, and an
+        argument over both.
+        """
+        options = self._options(task)
+        names = [name for name in USERS_DEFAULTS if options.get(name) is not None]
+        return [f"--{name}={options[name]}" for name in names]
 
     def write_script(self, task: Task, path: Path) -> None:
         """Write the job script to `path`, and the job's files to the folder `path` + ".job"."""

@@ -188,13 +188,38 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_job_does_not_inherit_the_job_around_it() -> None:
     """Variables of the outer job are removed, except Slurm's configuration."""
-    environ = {"SLURM_CONF": "c", "SLURM_NTASKS": "4", "SBATCH_PARTITION": "p", "SRUN_CPUS": "1", "HOME": "/h"}
+    environ = {"SLURM_CONF": "c", "SLURM_NTASKS": "4", "SBATCH_SIGNAL": "9", "SRUN_CPUS": "1", "HOME": "/h"}
     assert without_job_variables(environ) == {"SLURM_CONF": "c", "HOME": "/h"}
     rendezvous = {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
     assert without_job_variables(rendezvous) == rendezvous
     assert without_job_variables({"RANK": "0", "LOCAL_RANK": "0", **rendezvous}) == {}
     of_mpirun = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     assert without_job_variables({**rendezvous, **of_mpirun}) == rendezvous
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, []),
+        ({"account": "a", "partition": "p"}, ["--account=a", "--partition=p"]),
+        ({"qos": "q", "sbatch": {"reservation": "r"}}, ["--qos=q", "--reservation=r"]),
+    ],
+)
+def test_the_users_defaults_of_sbatch_count_where_the_launcher_has_no_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], arguments: list[str]
+) -> None:
+    """Clusters tell users to export SBATCH_ACCOUNT; for sbatch, a variable wins over a line of the script."""
+    for name, value in {
+        "SBATCH_ACCOUNT": "mine",
+        "SBATCH_TIMELIMIT": "1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    executable(tmp_path / "sbatch", f'echo "$SBATCH_ACCOUNT$SBATCH_TIMELIMIT" "$@" > {tmp_path}/record; echo 12')
+    launcher = SlurmLauncher(folder=tmp_path / "jobs", **options)
+    distributed(launcher=launcher, processes=1)(train).submit()
+    account, parsable, *others, _ = (tmp_path / "record").read_text().split()
+    assert (account, parsable, others) == ("mine", "--parsable", arguments)
 
 
 # command -> its output; None: it fails, and says that it cannot reach the controller
