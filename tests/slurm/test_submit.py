@@ -294,6 +294,14 @@ def test_a_default_partition_of_the_user(cluster: Cluster, tmp_path: Path, monke
         job.cancel()
 
 
+def test_a_folder_with_a_percent_sign(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm puts the user's name for %u in a path of an option, but the log is in the folder."""
+    (tmp_path / "100%u").mkdir()
+    job = submittable(tmp_path / "100%u").submit()
+    assert job.result(timeout_s=250)["total"] == 0.0
+    assert "rank 0 is here" in job.logs()
+
+
 def test_an_overcommitted_job_runs(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm gives it one core for all of its ranks."""
     job = submittable(tmp_path, processes=2, sbatch={"overcommit": True}).submit()

@@ -281,11 +281,12 @@ class SlurmLauncher(BatchLauncher):
             write_call(task, folder / f"call.{index}")
         (folder / "rank.sh").write_text(RANK_SCRIPT)
         options = self._options(tasks[0])
-        # Slurm puts the numbers of the job in place of these letters.
+        # Slurm puts the numbers of the job in place of these letters, and "%" in place of "%%".
         name_of_log = "%j.log"
         if len(tasks) > 1:
             name_of_log = "%A_%a.log"
-        options["output"] = folder / name_of_log
+        folder_of_logs = str(folder).replace("%", "%%")
+        options["output"] = f"{folder_of_logs}/{name_of_log}"
         options["open-mode"] = "append"
         lines = [*self._setup_lines(), *self._settings_lines(tasks[0].layout, folder)]
         path.write_text(job_script(options, lines))
