@@ -134,7 +134,7 @@ def number_of_pods(environ: Mapping[str, str]) -> int | None:
 
 
 def _set_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not empty, and torchrun's options (PET_*) without their prefix.
+    """Return the variables that are not empty, and torchrun's options, PET_*, without the prefix.
 
     PMI_RANK is left out unless it is hydra's: Flux, PALS and `srun --mpi=pmi2` set it, too, and
     only hydra sets MPI_LOCALRANKID.
