@@ -34,7 +34,7 @@ from parallelize.block.run_of_block import run_of_block
 from parallelize.data.forgotten import telling_forgotten_loaders
 from parallelize.errors import ConfigError
 from parallelize.gradients.averaging import Average
-from parallelize.plugins.base import Session
+from parallelize.plugins.base import PrecisionRequest, Session
 from parallelize.plugins.options import choice, flag
 from parallelize.run import context
 from parallelize.run.context import Runtime
@@ -178,14 +178,15 @@ def _open_precision(
     """Return the mixed precision of a block; without `amp=`, a session that changes no dtype."""
     if run.config.amp is None:
         return contextlib.nullcontext(Session())
-    return run.config.amp_engine().open(
+    request = PrecisionRequest(
         amp=run.config.amp,
         models=models,
         optimizers=optimizers,
         device=run.device,
         world=run.world,
-        sharded=run.config.backend.shards_gradients,
+        shards_gradients=run.config.backend.shards_gradients,
     )
+    return run.config.amp_engine().open(request)
 
 
 def _parse_block_options(average: Any, buffers: Any, methods: Any) -> BlockOptions:

@@ -1,7 +1,21 @@
-"""Base classes of plug-ins: `Backend`, `Launcher` and `Precision`, with the objects that they receive and return.
+"""Base classes of plug-ins (backends, launchers, precision engines), and what they exchange.
 
-A plug-in declares its capabilities as class attributes. The `config` package checks each request against them, and the
-guides' support table is generated from them. No code tests for a plug-in's name.
+    Config.backend      Backend.engine(inner, ...)  ->  Engine    runs a model in parallel
+    Config.amp_engine   Precision.open(request)     ->  Session   chooses the dtypes of a block
+    Config.launcher     Launcher.launch(task, ...)                starts the processes of a call
+
+Glossary:
+
+    plug-in        a class of one of these three families, which an option names
+    capability     what a plug-in can do: a class attribute, such as `max_nodes`
+    engine         what runs one model in a block
+    session        the mixed precision of a block
+    inner          the module between an engine and the user's model
+    routed call    a call of a model, or of a method, that runs through the engine
+    replica        a copy of the model on another device of this process, which DataParallel makes
+
+The `config` package checks each request against the capabilities, and the guides' support table is
+generated from them. No code tests for a plug-in's name.
 """
 
 from __future__ import annotations
@@ -34,6 +48,7 @@ __all__ = [
     "Level",
     "LocalEngine",
     "Precision",
+    "PrecisionRequest",
     "Reduction",
     "RoutedModel",
     "Session",
@@ -42,21 +57,28 @@ __all__ = [
 Level = Literal["O0", "O1", "O2", "O3"]
 LEVELS: tuple[Level, ...] = ("O0", "O1", "O2", "O3")
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of a call."""
+
 
 @dataclass(frozen=True)
 class Amp:
     """Mixed-precision options of a request.
 
     Args:
-        level: optimization level as in Apex, "O0" to "O3"; None: the engine's default (native O1, apex O2).
-        dtype: half-precision dtype; None: bf16 if the device supports it without emulation, else fp16.
+        level: optimization level as in Apex, "O0" to "O3"; None: the engine's default (native O1,
+            apex O2).
+        dtype: half-precision dtype; None: bf16 if the device supports it without emulation, else
+            fp16.
         init_scale: initial loss scale, fp16 only.
-        growth_factor: multiplies the loss scale after `growth_interval` steps in a row without inf or nan.
+        growth_factor: multiplies the loss scale after `growth_interval` steps in a row without inf
+            or nan.
         backoff_factor: multiplies the loss scale after a step with inf or nan.
         growth_interval: number of steps in a row without inf or nan before the loss scale grows.
-        communication_dtype: dtype in which gradients are sent between processes; None: the gradients' own dtype.
-        outputs: dtype of the floating outputs of a model: "fp32", except those whose loss forward returns, too; or
-            "as computed", while gradients are enabled.
+        communication_dtype: dtype in which gradients are sent between processes; None: the
+            gradients' own dtype.
+        outputs: dtype of the floating outputs of a model: "fp32", except those whose loss forward
+            returns, too; or "as computed", while gradients are enabled.
     """
 
     level: Level | None = None
@@ -72,8 +94,8 @@ class Amp:
 class Session:
     """Mixed precision of one `parallel_model` block; this base class leaves dtypes unchanged.
 
-    A routed call (a model call that runs through the engine) passes through the session twice, because autocast is
-    thread-local and an engine may run several threads:
+    A routed call passes through the session twice, because autocast is thread-local and an engine
+    may run several threads:
 
         the user's thread       session.route(engine.module, ...)       (or engine.local)
                                     the engine: DistributedDataParallel, DataParallel, ...
@@ -83,23 +105,31 @@ class Session:
     communication_dtype: torch.dtype | None = None
     """Dtype in which gradients are sent between processes; None: their own dtype."""
     weights_dtype: torch.dtype | None = None
-    """Dtype of the weights in the forward, for a backend that casts weights itself; None: no cast."""
+    """Dtype of the weights in forward, for a backend that casts weights itself; None: no cast."""
     fp32_modules: tuple[type[nn.Module], ...] = ()
     """Module classes whose weights stay in fp32 under a backend that casts weights itself."""
 
     @property
     def mark_owner(self) -> object | None:
-        """What the block marks the graph nodes of outputs for; None: the session searches no graph."""
+        """Whose mark the block sets on the graph nodes of outputs; None: the session needs none."""
         return None
 
     def watch_outputs(self, nodes: Sequence[Any]) -> None:
-        """Watch the graph nodes of a routed call's outputs, which the block has marked; with a `mark_owner` only."""
+        """Watch the graph nodes of a routed call's outputs, which the block has marked.
+
+        It is called only if the session has a `mark_owner`.
+        """
 
     def bind(self, models: Sequence[nn.Module]) -> None:
-        """Register the parameters of the block's models, the user's objects; called after engines are built."""
+        """Register the parameters of the block's models, the user's objects.
+
+        It is called after the engines are built, which may replace parameters.
+        """
 
     def route(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a routed call through the engine, on the user's thread, with gradients enabled or disabled.
+        """Run a routed call through the engine, on the user's thread.
+
+        Gradients may be enabled or disabled.
 
         Args:
             call: `Engine.module` or `Engine.local`.
@@ -109,7 +139,9 @@ class Session:
         return call(*args, **kwargs)
 
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward, or a routed method; called once per replica of DataParallel, each in its own thread.
+        """Run the user's forward, or a routed method.
+
+        DataParallel calls it once per replica, in the replica's own thread.
 
         Args:
             call: a method bound to the model or to one of its replicas.
@@ -119,7 +151,7 @@ class Session:
         return call(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to store in a checkpoint, such as the loss scale, as plain numbers; {} by default."""
+        """Return the state to store in a checkpoint, such as the loss scale, as plain numbers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,11 +159,14 @@ class Session:
 
 
 class Inner(nn.Module):
-    """Wrapper of the user's model that a backend runs in parallel; its forward calls the user's forward.
+    """Wrapper of the user's model that a backend runs in parallel.
+
+    Its forward calls the user's forward, or the method that is called.
 
     Args:
         model: the user's model, which becomes a child of this module.
-        original_methods: name -> `getattr(model, name)` before the block, for "forward" and every routed method.
+        original_methods: name -> `getattr(model, name)` before the block, for "forward" and every
+            routed method.
         session: mixed precision of the block.
         buffer_source: whose floating buffers all ranks get in training: rank 0's, or their mean.
 
@@ -151,37 +186,48 @@ class Inner(nn.Module):
         super().__init__()
         self.model = model
         self.original_methods = dict(original_methods)
-        self.session, self.buffer_source = session, buffer_source
+        self.session = session
+        self.buffer_source = buffer_source
         self.method = "forward"
         self.parts: PartsOfBlock | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method named by `method`."""
-        model: Any = self._modules["model"]  # not self.model: nn.Module.__getattr__ is slow
-        is_replica = "_is_replica" in model.__dict__
-        call = (
-            self.bind_method(self.method, model)
-            if is_replica
-            else self.original_methods[self.method]
-        )
-        return self.session.forward(call, *args, **kwargs)
+        # `self.model` would go through nn.Module.__getattr__, which is slow.
+        model: Any = self._modules["model"]
+        if "_is_replica" in model.__dict__:
+            method = self.bind_method(self.method, model)
+        else:
+            method = self.original_methods[self.method]
+        return self.session.forward(method, *args, **kwargs)
 
     def bind_method(self, method: str, model: Any) -> Callable[..., Any]:
-        """Return the original method, as before the block, bound to the user's model or to a replica or copy of it."""
+        """Return a method as it was before the block, bound to a model.
+
+        Args:
+            method: name of the method.
+            model: the user's model, or a replica or copy of it.
+        """
         original = self.original_methods[method]
         if "_is_replica" in model.__dict__ or model is not self._modules["model"]:
-            # DataParallel and copy.copy have copied the routed methods, which the block has set on the instance.
+            # The block has set the routed methods on the instance of the user's model, from which
+            # DataParallel and copy.copy have copied them.
             for name in self.original_methods:
                 model.__dict__.pop(name, None)
-        return (
-            types.MethodType(original.__func__, model) if inspect.ismethod(original) else original
-        )
+        if inspect.ismethod(original):
+            return types.MethodType(original.__func__, model)
+        return original
 
     @property
     def is_replicable(self) -> bool:
-        """Whether every method can be bound to a replica; a compiled forward set on the instance cannot."""
-        originals = self.original_methods.values()
-        return all(inspect.ismethod(each) and each.__self__ is self.model for each in originals)
+        """Whether every method can be bound to a replica.
+
+        A compiled forward, which `torch.compile(model)` sets on the instance, cannot.
+        """
+        for method in self.original_methods.values():
+            if not inspect.ismethod(method) or method.__self__ is not self.model:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -191,7 +237,8 @@ class Reduction:
     Args:
         bucket_bytes: size of the messages in bytes.
         dtype: dtype in which real gradients are sent; None: their own.
-        is_ordered: whether they are added in one order, by pairs of ranks, for any number of ranks (`logical=`).
+        is_ordered: whether they are added in one order, by pairs of ranks, for any number of ranks
+            (`logical=`).
     """
 
     bucket_bytes: float = 25 * 2**20
@@ -200,19 +247,21 @@ class Reduction:
 
 
 class Engine(abc.ABC):
-    """Runs one model in parallel; a backend builds one engine per model when a `parallel_model` block is entered.
+    """Runs one model in parallel. A backend builds an engine per model when a block is entered.
 
     Attributes:
         module: what a routed call runs while gradients are enabled.
-        local: module that a routed call runs under `torch.no_grad()`. It may use every device of this process but calls
-            no collective, so that one rank alone can evaluate.
+        local: module that a routed call runs under `torch.no_grad()`. It may use every device of
+            this process but calls no collective, so that one rank alone can evaluate.
         moves_inputs: whether `module` and `local` move their inputs to the right device themselves.
-        reduction: how the block averages the model's gradients over the ranks, each of which holds the whole model;
-            None: it does not.
+        reduction: how the block averages the model's gradients over the ranks, each of which holds
+            the whole model; None: it does not.
         replicas: what each rank holds a copy of, if `reduction` is not None; None: the model.
         keeps_parameters: whether the user may add and replace modules and parameters in the block.
-        is_chosen: whether the engine is final; else the block calls `choose` before the first forward with gradients.
-        why: why a backend that chooses among others has chosen this engine, for the startup summary.
+        is_chosen: whether the engine is final; else the block calls `choose` before the first
+            forward with gradients.
+        why: why a backend that chooses among several engines has chosen this one, for the startup
+            summary.
     """
 
     module: Callable[..., Any]
@@ -224,8 +273,11 @@ class Engine(abc.ABC):
     is_chosen: bool = True
     why: str = ""
 
-    def choose(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:  # noqa: B027 - most engines are chosen
-        """Choose how to run the model, by the arguments of its first forward; the attributes above may change."""
+    def choose(self, inputs: Arguments) -> None:  # noqa: B027 - most engines have nothing to choose
+        """Choose how to run the model, by the arguments of its first forward.
+
+        The attributes of the engine may change.
+        """
 
     @property
     def is_replica(self) -> bool:
@@ -236,12 +288,17 @@ class Engine(abc.ABC):
         """Follow modules and parameters that were added or replaced."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the engine's own averaging, if it has one, leaves gradients local."""
+        """Return a context in which gradients stay local, if the engine averages them itself."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def close(self, *, failed: bool) -> None:
-        """Undo every change to the model; without collectives if `failed`, that is, if the block has raised."""
+        """Undo every change to the model.
+
+        Args:
+            failed: whether the block has raised. Then no collective may be called, because other
+                ranks may not do so.
+        """
 
 
 class LocalEngine(Engine):
@@ -274,7 +331,10 @@ class RoutedModel(Protocol):
 
 
 class Backend(abc.ABC):
-    """A way to run a model in parallel. Subclasses are frozen dataclasses, with the backend's options as fields."""
+    """A way to run a model in parallel.
+
+    Subclasses are frozen dataclasses, with the backend's options as fields.
+    """
 
     name: ClassVar[str]
     process_per: Literal["device", "node"]
@@ -282,22 +342,37 @@ class Backend(abc.ABC):
     max_nodes: ClassVar[int | None] = None
     """Maximum number of nodes; None: no limit."""
     multi_node_fallback: ClassVar[str | None] = None
-    """Name of the backend used instead, with a warning, on more than `max_nodes` nodes; None: refuse the request."""
+    """Name of the backend that is used instead, with a warning, on more than `max_nodes` nodes.
+
+    None: the request is refused.
+    """
     device_types: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
     amp: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Precision engine -> levels it supports under this backend; an engine that is not listed is refused."""
+    """Precision engine -> levels that it supports under this backend.
+
+    An engine that is not listed is refused.
+    """
     places_model: ClassVar[bool] = False
-    """Whether the backend moves the model to devices itself, so that it may be larger than one device's memory."""
+    """Whether the backend moves the model to devices itself.
+
+    Then the model may be larger than the memory of one device.
+    """
     divides_batches: ClassVar[bool] = False
     """Whether it runs each batch in the parts that `logical=` asks for."""
     shards_gradients: ClassVar[bool] = False
-    """Whether each rank holds only a shard of a gradient, so that ranks must agree to skip a step with inf or nan."""
+    """Whether each rank holds only a shard of a gradient.
+
+    Then ranks must agree to skip a step with inf or nan.
+    """
     devices: tuple[str, ...] | None = None
     """Names of the devices that a process of "node" drives if `gpus` is not set; None: all."""
     devices_per_process: int | None = None
     """Number of devices that a process of "node" drives; None: all of the node."""
     limitations: ClassVar[Mapping[str, str]] = {}
-    """Property, tested in tests/contracts, that a model lacks under this backend -> reason, as shown to users."""
+    """Property that a model lacks under this backend -> the reason, as shown to users.
+
+    The properties are those of tests/contracts.
+    """
     option_parsers: ClassVar[Mapping[str, Parse]] = {}
     """Option -> its parser, of `parallelize.plugins.options`."""
 
@@ -310,7 +385,11 @@ class Backend(abc.ABC):
         return ""
 
     def renumbered(self, positions: Mapping[torch.device, torch.device]) -> Backend:
-        """Return this backend for a process in which devices have other indices; positions: device -> device there."""
+        """Return this backend for a process in which devices have other indices.
+
+        Args:
+            positions: device -> the same device in that process.
+        """
         del positions
         return self
 
@@ -326,7 +405,8 @@ class Backend(abc.ABC):
         """Build the engine that runs a model in parallel.
 
         Args:
-            inner: wrapper of the user's model; its parameters are on `devices[0]`, unless `places_model` is True.
+            inner: wrapper of the user's model; its parameters are on `devices[0]`, unless
+                `places_model` is True.
             world: rank and world size of this process; the process group is initialized.
             devices: devices that this process drives; one unless `process_per` is "node".
             restore: whether `Engine.close` replaces sharded parameters by full ones.
@@ -336,39 +416,49 @@ class Backend(abc.ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrecisionRequest:
+    """What a block asks a precision engine for.
+
+    Args:
+        amp: the user's options; the engine resolves fields that are None, identically on all ranks.
+        models: the user's model objects, already on `device`.
+        optimizers: optimizers that the user has passed; may be empty.
+        device: the first device that this process drives.
+        world: rank and world size of this process; the process group is initialized.
+        shards_gradients: whether each rank holds only a shard of a gradient, so that ranks must
+            agree on inf and nan.
+    """
+
+    amp: Amp
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    device: torch.device
+    world: World
+    shards_gradients: bool = False
+
+
 class Precision(abc.ABC):
     """A mixed-precision engine, which chooses the dtypes that a model computes in."""
 
     name: ClassVar[str]
     dtypes: ClassVar[Mapping[str, frozenset[torch.dtype]]]
-    """Device type -> half-precision dtypes supported there; a device type that is not listed is refused."""
+    """Device type -> half-precision dtypes supported there.
+
+    A device type that is not listed is refused.
+    """
     default_level: ClassVar[Level]
 
     def describe(self, amp: Amp, *, device_type: str) -> str:
-        """Return a one-line description of `amp` on a device type, for `explain` and the startup summary."""
+        """Return a one-line description of `amp`, for `explain` and the startup summary."""
         del device_type
         return f"{amp.level or self.default_level} ({self.name})"
 
     @abc.abstractmethod
-    def open(
-        self,
-        *,
-        amp: Amp,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        device: torch.device,
-        world: World,
-        sharded: bool = False,
-    ) -> contextlib.AbstractContextManager[Session]:
-        """Return the mixed-precision context of a block: entered before its engines are built, exited after they close.
+    def open(self, request: PrecisionRequest) -> contextlib.AbstractContextManager[Session]:
+        """Return the mixed-precision context of a block.
 
-        Args:
-            amp: the user's options; fields that are None are resolved here, identically on every rank.
-            models: the user's model objects, already on `device`.
-            optimizers: optimizers that the user has passed; may be empty.
-            device: the first device that this process drives.
-            world: rank and world size of this process; the process group is initialized.
-            sharded: whether each rank holds only a shard of a gradient, so that ranks must agree on inf and nan.
+        It is entered before the engines of the block are built, and exited after they close.
 
         Raises:
             ConfigError: this engine cannot run the model, or not with these options.
@@ -390,4 +480,13 @@ class Launcher(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, task: Any, *, node: Node | None, environ: Mapping[str, str]) -> Any:
-        """Run a `call.task.Task` in every process of its layout and return the `Outcome`s in rank order."""
+        """Run a `call.task.Task` in every process of its layout.
+
+        Args:
+            task: the call, with its layout.
+            node: this node, if the layout has several.
+            environ: environment variables of this process; not modified.
+
+        Returns:
+            The `Outcome`s in rank order.
+        """

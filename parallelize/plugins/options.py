@@ -70,14 +70,17 @@ def parse_options(plugin: Any, parsers: Mapping[str, Parse]) -> None:
         try:
             parsed = parse(name, value)
         except ConfigError as error:
-            for fault in error.faults:
-                what = f"{class_name}({fault.what})"
-                faults.append(Fault(what, fault.why, fault.fix))
+            faults += error.faults
         else:
             # The dataclass is frozen, and nobody has seen it yet.
             object.__setattr__(plugin, name, parsed)
     if faults:
-        raise ConfigError.of(faults)
+        raise ConfigError.of([_fault_of_class(class_name, fault) for fault in faults])
+
+
+def _fault_of_class(class_name: str, fault: Fault) -> Fault:
+    """Return the fault of an option with the name of the class that has the option."""
+    return Fault(f"{class_name}({fault.what})", fault.why, fault.fix)
 
 
 def flag(name: str, value: Any) -> bool:

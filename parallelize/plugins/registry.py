@@ -68,12 +68,12 @@ def find(family: Family, name: str) -> Any:
 
 def _load(entry_point: EntryPoint, base: type) -> type:
     """Return the class of another distribution's plug-in, which has to be a subclass of `base`."""
-    what = f"plug-in {entry_point.name!r} ({entry_point.value})"
+    origin = f"plug-in {entry_point.name!r} ({entry_point.value})"
     try:
         plugin = entry_point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{what} cannot be imported: {error}",
+            f"{origin} cannot be imported: {error}",
             why="an installed distribution declares it in the entry point group "
             f"{entry_point.group}",
             fix="update or remove that distribution",
@@ -81,7 +81,7 @@ def _load(entry_point: EntryPoint, base: type) -> type:
     if isinstance(plugin, type) and issubclass(plugin, base):
         return plugin
     raise ConfigError(
-        f"{what} is {plugin!r}",
+        f"{origin} is {plugin!r}",
         why=f"an entry point of {entry_point.group} must be a subclass of "
         f"{base.__module__}.{base.__name__}",
         fix="update or remove the distribution that declares it",

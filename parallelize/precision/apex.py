@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, MissingDependencyError
-from parallelize.plugins.base import Amp, Session
+from parallelize.plugins.base import PrecisionRequest, Session
 from parallelize.precision.levels import LeveledPrecision
 from parallelize.precision.weight_casting import cast_states, dtypes_kept
 from parallelize.run.live_optimizers import live_optimizers
@@ -46,33 +45,19 @@ class ApexPrecision(LeveledPrecision):
 
     @override
     @contextlib.contextmanager
-    def open(
-        self,
-        *,
-        amp: Amp,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        device: torch.device,
-        world: World,
-        sharded: bool = False,
-    ) -> Iterator[Session]:
+    def open(self, request: PrecisionRequest) -> Iterator[Session]:
         """Run a block in mixed precision by Apex.
 
-        Args:
-            amp: the request; Apex ignores its scale options, and doubles the scale after 2000 steps, halves it on inf.
-            models: the user's own objects, already on `device`.
-            optimizers: optimizers that step in the block, in addition to those that are found.
-            device: the first device this process drives.
-            world: ranks and sizes of this process.
-            sharded: ignored, because no backend that shards gradients supports Apex.
+        Apex ignores the scale options of the request: it doubles the scale after 2000 steps, and halves it on inf. No
+        backend that shards gradients supports it.
 
         Raises:
             MissingDependencyError: Apex is not installed, or has no `amp`.
             ConfigError: no optimizer holds a parameter of the models.
         """
-        library = _apex_amp()
+        library, models = _apex_amp(), request.models
         parameters = [each for model in models for each in all_parameters(model)]
-        held = [(each, parameters_of(each)) for each in live_optimizers(parameters, also=optimizers)]
+        held = [(each, parameters_of(each)) for each in live_optimizers(parameters, also=request.optimizers)]
         if not held:
             raise ConfigError(
                 "amp_engine='apex' without optimizers",
@@ -80,7 +65,8 @@ class ApexPrecision(LeveledPrecision):
                 fix="construct them before the block, or pass those that are not found: "
                 "parallel_model(model, optimizers=optimizer); or use amp_engine='native'",
             )
-        level, found = self.resolve(amp, device=device, world=world).level, [each for each, _ in held]
+        level = self.resolve(request.amp, device=request.device, world=request.world).level
+        found = [each for each, _ in held]
         with contextlib.ExitStack() as stack:
             stack.callback(_deactivate, library)
             _restore_at_end(stack, models, held)

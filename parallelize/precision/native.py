@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from parallelize.cluster.world import World
 from parallelize.gradients.autograd_graph import marks_of, nodes_behind
-from parallelize.plugins.base import Amp, Session
+from parallelize.plugins.base import Amp, PrecisionRequest, Session
 from parallelize.precision.levels import LeveledPrecision
 from parallelize.precision.loss_scaling import LossScaling, not_scaled
 from parallelize.precision.weight_casting import HalfWeights, exempt_modules, stored_in_half
@@ -45,30 +44,22 @@ class NativePrecision(LeveledPrecision):
 
     @override
     @contextlib.contextmanager
-    def open(
-        self,
-        *,
-        amp: Amp,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        device: torch.device,
-        world: World,
-        sharded: bool = False,
-    ) -> Iterator[Session]:
+    def open(self, request: PrecisionRequest) -> Iterator[Session]:
         """Run a block in mixed precision, with the settings of the level's row in `TABLE`.
 
         Raises:
             ConfigError: loss scaling does not support the options, or a parameter.
         """
-        amp = self.resolve(amp, device=device, world=world)
-        row, has_shards = self.row_of(amp), sharded and world.world_size > 1
+        device, models = request.device, request.models
+        amp = self.resolve(request.amp, device=device, world=request.world)
+        row, has_shards = self.row_of(amp), request.shards_gradients and request.world.world_size > 1
         if not row.autocast:
             yield Session()
             return
         session = NativeSession(amp, device)
         with contextlib.ExitStack() as stack:
             if not row.master_weights:
-                stack.enter_context(stored_in_half(models, session.dtype, optimizers))
+                stack.enter_context(stored_in_half(models, session.dtype, request.optimizers))
             elif row.half_weights:
                 session.weights_dtype = session.dtype
                 session.weights = None if has_shards else HalfWeights(session.dtype, exempt=session.fp32_modules)

@@ -15,7 +15,7 @@ from torch import nn
 
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, MissingDependencyError
-from parallelize.plugins.base import Amp
+from parallelize.plugins.base import Amp, PrecisionRequest
 from parallelize.precision.apex import ApexPrecision
 
 
@@ -30,9 +30,9 @@ def fake_amp(monkeypatch: pytest.MonkeyPatch) -> SmallApexAmp:
 def open_apex(model: nn.Module, *optimizers: torch.optim.Optimizer, level: Any = None) -> Any:
     # The engine declares no CPU support; the fake computes on the CPU, and nothing uses this CUDA device.
     device = torch.device("cuda", 0)
-    return ApexPrecision().open(
-        amp=Amp(level, dtype=torch.float16), models=[model], optimizers=optimizers, device=device, world=World()
-    )
+    amp = Amp(level, dtype=torch.float16)
+    request = PrecisionRequest(amp=amp, models=[model], optimizers=optimizers, device=device, world=World())
+    return ApexPrecision().open(request)
 
 
 def net() -> nn.Module:
