@@ -195,16 +195,19 @@ class Config:
             raise naming_variables(error, environ) from None
 
 
-def _parsers() -> Mapping[str, Callable[[str, Any], Any]]:
-    """Return the parser of each option, from the annotations of Config."""
-    annotations = get_type_hints(Config, include_extras=True)
-    return {option: annotated.__metadata__[0] for option, annotated in annotations.items()}
-
-
-_PARSERS = _parsers()
+# Option -> its parser, which stands in the annotation of the option's field.
+_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    option: annotation.__metadata__[0]
+    for option, annotation in get_type_hints(Config, include_extras=True).items()
+}
 
 
 def _parse(name: str, value: Any) -> Any:
+    """Return the value of an option as a Config has it.
+
+    Raises:
+        ConfigError: no option has this name, or its parser refuses the value.
+    """
     if name not in _PARSERS:
         fix = did_you_mean(_FOREIGN_NAMES.get(name, name), _PARSERS)
         raise ConfigError(f"option {name}={shown(value)}", why="no option has this name", fix=fix)
@@ -263,12 +266,14 @@ def _exclusive_options(config: Config) -> Iterator[Fault]:
             "drop processes= to run on GPUs, or gpus= to run on the CPU, or use gpus='auto': "
             "GPUs if there are any",
         )
+
     if config.hosts and config.launcher is not None:
         yield Fault(
             f"hosts={list(config.hosts)} with launcher={config.launcher.name!r}",
             "hosts= starts the processes by ssh",
             "drop one of them, or use launcher=SSHLauncher(hosts=...) with options",
         )
+
     divides_batches = config.wrap is None and config.backend.divides_batches
     if config.logical is not None and not divides_batches:
         option = "wrap="
@@ -288,12 +293,12 @@ def _process_faults(config: Config, num_nodes: int) -> Iterator[Fault]:
     gpus, backend = config.gpus, config.backend
     has_one_process = backend.process_per == "node" and backend.devices_per_process is None
     if has_one_process and gpus != ALL_GPUS and (config.processes or 1) > 1:
-        alternatives = use("processes=1", lambda backend: backend.process_per == "device")
         yield Fault(
             f"backend={backend.name!r} with processes={config.processes}",
             f"{backend.name} drives all devices of a node from one process",
-            alternatives,
+            use("processes=1", lambda backend: backend.process_per == "device"),
         )
+
     has_too_many_nodes = backend.max_nodes is not None and num_nodes > backend.max_nodes
     if has_too_many_nodes and not backend.multi_node_fallback:
         fewer = f"num_nodes={backend.max_nodes}"
@@ -302,6 +307,8 @@ def _process_faults(config: Config, num_nodes: int) -> Iterator[Fault]:
             f"{backend.name} runs on at most {backend.max_nodes} node(s)",
             use(fewer, lambda backend: backend.max_nodes is None),
         )
+
+    # Without the option, the backend for GPUs is NCCL.
     backends = backend_by_device_type(config.process_group_backend or "cuda:nccl")
     is_on_nccl = backend.process_per == "device" and backends.get("cuda") == "nccl"
     if isinstance(gpus, tuple) and len(set(gpus)) < len(gpus) and is_on_nccl:
@@ -316,7 +323,13 @@ def _process_faults(config: Config, num_nodes: int) -> Iterator[Fault]:
 def _device_faults(
     backend: Backend, process_group_backend: str | None, device_type: str
 ) -> Iterator[Fault]:
-    """Yield a Fault if the backend, or the collectives, cannot run on this type of device."""
+    """Yield a Fault if the backend, or the collectives, cannot run on this type of device.
+
+    Args:
+        backend: of the request.
+        process_group_backend: the option; None: chosen by the type of the device, so it can run.
+        device_type: torch's name for the type of the devices.
+    """
     if device_type not in backend.device_types:
         device_types = sorted(backend.device_types)
         alternative = ""
@@ -341,7 +354,14 @@ def _device_faults(
 def _amp_faults(
     backend: Backend, amp: Amp, engine: type[Precision], device_type: str | None
 ) -> Iterator[Fault]:
-    """Yield a Fault if the backend lacks the level, or the device the half-precision type."""
+    """Yield a Fault if the backend lacks the level, or the device the half-precision type.
+
+    Args:
+        backend: of the request.
+        amp: the level and the half-precision type, of which the request may leave each open.
+        engine: chooses what the request leaves open.
+        device_type: torch's name for the type of the devices; None: not known yet.
+    """
     levels = backend.amp.get(engine.name, frozenset())
     level = amp.level or engine.default_level
     if level not in levels:
@@ -352,6 +372,7 @@ def _amp_faults(
             f"under {backend.name}, the levels of the {engine.name} engine are: {names}",
             use(alternative, lambda backend: level in backend.amp.get(engine.name, ())),
         )
+
     if device_type is None or level == "O0":
         return
     dtypes = engine.dtypes.get(device_type, frozenset())

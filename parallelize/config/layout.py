@@ -118,7 +118,12 @@ class Layout:
 def _mapped(
     devices: tuple[torch.device, ...], positions: Mapping[torch.device, torch.device]
 ) -> tuple[torch.device, ...]:
-    """Return the devices by their positions in another process."""
+    """Return devices as another process numbers them.
+
+    Args:
+        devices: those of one rank.
+        positions: device -> the same device in the other process.
+    """
     return tuple(positions[device] for device in devices)
 
 
@@ -181,6 +186,11 @@ def _indices(config: Config, hardware: Hardware, world: World | None) -> Sequenc
     """Return the indices of this node's GPUs; empty: it runs on the CPU.
 
     They are those of the request, or else as many as a launcher has started processes, or else all.
+
+    Args:
+        config: the request.
+        hardware: the GPUs that this process sees.
+        world: rank and sizes that a launcher has assigned to this process; None: there are none.
     """
     if config.is_for_cpu:
         return ()
@@ -208,6 +218,12 @@ def _devices(
     config: Config, device_type: str, indices: Sequence[int], world: World | None
 ) -> _Devices:
     """Return the devices of each local rank.
+
+    Args:
+        config: the request.
+        device_type: torch's name for the type of the devices.
+        indices: of the GPUs, if the type is not "cpu".
+        world: rank and sizes that a launcher has assigned to this process; None: there are none.
 
     Raises:
         ConfigError: the processes of a node cannot drive the same number of devices.
@@ -278,7 +294,15 @@ def _missing_gpus(config: Config, count: int, indices: Sequence[int]) -> Fault |
 def _faults_of_sizes(
     config: Config, device_type: str, local_world_size: int, num_nodes: int, world: World | None
 ) -> Iterator[Fault]:
-    """Yield a Fault if the number of processes does not fit the device, the parts, the launcher."""
+    """Yield a Fault if the number of processes does not fit the device, the parts, the launcher.
+
+    Args:
+        config: the request.
+        device_type: torch's name for the type of the devices.
+        local_world_size: number of processes that the request makes on this node.
+        num_nodes: number of nodes of the request.
+        world: rank and sizes that a launcher has assigned to this process; None: there are none.
+    """
     requested = local_world_size * num_nodes
     if device_type in NO_COLLECTIVES and requested > 1:
         yield Fault(
@@ -286,6 +310,9 @@ def _faults_of_sizes(
             f"torch has no collectives on {device_type}, so only one process can run there",
             "use processes=2 to run on the CPU",
         )
+
+    # Under logical=, all processes together compute so many parts of a batch. A mean over a power
+    # of two of them is exact, so that it does not depend on who computes which part.
     world_size = requested if world is None else world.world_size
     parts, rest = divmod(config.logical or world_size, world_size)
     is_power_of_two = parts > 0 and parts & (parts - 1) == 0
@@ -296,6 +323,7 @@ def _faults_of_sizes(
             "otherwise",
             f"use logical={world_size} or {2 * world_size}, or another number of processes",
         )
+
     if world is not None:
         yield from _mismatches(config, local_world_size, num_nodes, world)
 
@@ -303,7 +331,14 @@ def _faults_of_sizes(
 def _mismatches(
     config: Config, local_world_size: int, num_nodes: int, world: World
 ) -> Iterator[Fault]:
-    """Yield a Fault for each size of the request that is not that of the launcher."""
+    """Yield a Fault for each size of the request that is not that of the launcher.
+
+    Args:
+        config: the request.
+        local_world_size: number of processes that the request makes on this node.
+        num_nodes: number of nodes of the request.
+        world: what the launcher has started.
+    """
     launched_as = f"a launcher has started this process as rank {world.rank} of {world.world_size}"
     if local_world_size != world.local_world_size:
         if config.backend.process_per == "node":
@@ -317,6 +352,7 @@ def _mismatches(
             f"start {local_world_size} per node (Slurm: --ntasks-per-node={local_world_size}), "
             f"or {alternative}",
         )
+
     if num_nodes != world.num_nodes:
         yield Fault(
             f"nodes: {num_nodes} asked for, {world.num_nodes} started",
@@ -359,6 +395,7 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
         raise naming_variables(error, environ) from None
     if allocation is None or is_started_by_worker:
         return layout
+
     if allocation.hides_gpus and _warns_for_its_node(layout, hardware):
         warnings = (*layout.warnings, _hidden_gpus_warning(layout))
         layout = dataclasses.replace(layout, warnings=warnings)

@@ -198,7 +198,11 @@ def amp(name: str, value: Any) -> Amp | None:
 
 
 def _check_fields(name: str, amp: Amp) -> None:
-    """Raise a ConfigError that names all fields of an Amp with invalid values."""
+    """Refuse an Amp with invalid fields.
+
+    Raises:
+        ConfigError: it names all of these fields, with what their values are.
+    """
     invalid_fields = []
     rules = []
     for field, (rule, values) in _AMP_FIELDS.items():
@@ -313,14 +317,21 @@ def backend_by_device_type(process_group_backend: str) -> Mapping[str, str]:
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
-    """Parse a function, which no variable can give."""
+    """Parse a function of the user.
+
+    No variable can give one: a text is refused.
+    """
     if callable(value):
         return value  # type: ignore[no-any-return]  # a function of the user
     raise invalid(name, value, "it cannot be called", f"pass a function, as in {name}=my_function")
 
 
 def flag(name: str, value: Any) -> bool:
-    """Parse a bool."""
+    """Parse a bool.
+
+    True, "1", "true", "Yes"
+    False, "0", "false", "No"
+    """
     if isinstance(value, bool):
         return value
     text = _text(value).lower()
@@ -330,7 +341,14 @@ def flag(name: str, value: Any) -> bool:
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Callable[[str, Any], int]:
-    """Return the parser of an integer in a range."""
+    """Return the parser of an integer.
+
+        4, "4"
+
+    Args:
+        least: the least value.
+        most: the largest value.
+    """
 
     def parse(name: str, value: Any) -> int:
         number = _literal(value)
