@@ -243,8 +243,17 @@ from parallelize import distributed
 def starts():
     return multiprocessing.current_process().name, "torch._dynamo" in sys.modules, os.getppid()
 
+@distributed(processes=2)
+def trains():
+    if os.getpid() == 0:
+        step()
+    return multiprocessing.current_process().name, "torch._dynamo" in sys.modules, os.getppid()
+
+def step():
+    torch.ones(1, requires_grad=True).sum().backward()
+
 def show():
-    workers = starts.all_ranks()
+    workers = (trains if "training" in sys.argv else starts).all_ranks()
     (server,) = psutil.Process().children()
     print(sorted((name, has_compiler, parent == server.pid) for name, has_compiler, parent in workers))
     return server
@@ -270,9 +279,9 @@ def workers_in(line: str) -> list[tuple[bool, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the early server sees the end of the caller by a pidfd")
-@pytest.mark.parametrize("when", ["", "compiler", "one core"])
+@pytest.mark.parametrize("when", ["", "training", "compiler", "one core"])
 def test_a_first_call_does_not_wait_for_the_compiler(when: str) -> None:
-    """Unless the caller has imported it, as its first optimizer does; or workers that import it would share cores."""
+    """Unless its code trains, or the caller has imported the compiler, or workers that import it would share cores."""
     ended = subprocess.run(
         [sys.executable, "-c", FIRST_CALL, when], capture_output=True, text=True, check=True, timeout=GONE_WITHIN_S * 2
     )

@@ -29,6 +29,7 @@ from parallelize.launchers.failures import caller_exception
 from parallelize.launchers.local.calling_process import calling_process
 from parallelize.launchers.local.keyboard import Keyboard, open_keyboard
 from parallelize.launchers.local.nodes import Nodes
+from parallelize.launchers.local.server_calls import names_training
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
 from parallelize.launchers.output import (
     OutputTail,
@@ -111,10 +112,11 @@ class LocalLauncher(Launcher):
         variables = worker_environ(environ, task.layout, cores=cores)
         variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
         is_preloaded = self.start_method != "spawn"
+        # Workers that import torch's compiler by themselves must not share processor cores.
+        has_cores = task.layout.local_world_size <= cores
+        imports_later = has_cores and not names_training(task.function)
         server = calling_process.fork_servers.connected(
-            variables,
-            is_preloaded=is_preloaded,
-            imports_later=task.layout.local_world_size <= cores,
+            variables, is_preloaded=is_preloaded, imports_later=imports_later
         )
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
         # The fork server hears of the folder while it is empty, and is left last: then it removes what is there.

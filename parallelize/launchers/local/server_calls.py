@@ -23,10 +23,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 from parallelize.call.settings import absolute_search_path
 from parallelize.launchers.local import fork_server
@@ -60,6 +62,8 @@ _READ_AT_IMPORT = re.compile(
     r"(PY)?TORCH(?!ELASTIC_|INDUCTOR_CACHE_DIR$)|NCCL_|GLOO_|LD_|MKL_|OMP_(?!NUM_THREADS)|KMP_|"
     r"PARALLELIZE_PRELOAD$"
 )
+# In the code of a function, these say that it trains, so that it needs torch's compiler.
+_NAMES_IN_TRAINING = frozenset({"backward", "optim", "parallel_model"})
 
 
 @dataclass(eq=False)
@@ -182,8 +186,7 @@ class ForkServers:
                 this process, or if those have changed that libraries read when they are imported.
             is_preloaded: whether the processes are forked from a server that has imported torch.
             imports_later: whether a server that has to be started forks them before it imports
-                torch's compiler. Each of them that needs the compiler imports it then, which takes
-                longer if they share processor cores.
+                torch's compiler. Then each of them that needs the compiler imports it.
         """
         callers_end, servers_end = socket.socketpair()
         connection = Connection(callers_end.detach())
@@ -236,6 +239,37 @@ class ForkServers:
                 # Not by closing alone, because it may still import.
                 server.process.kill()
                 server.process.wait()
+
+
+def names_training(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or one of its module that it calls by name, names what trains.
+
+    This decides only how soon the workers of a first call are forked, so it may be wrong.
+    """
+    module = getattr(function, "__module__", None)
+    unread: list[Any] = [function]
+    read: set[CodeType] = set()
+    while unread:
+        current = unread.pop()
+        if not isinstance(current, FunctionType) or current.__code__ in read:
+            continue
+        if current.__module__ != module:
+            continue
+        read.add(current.__code__)
+        names = _names_in(current.__code__)
+        if names & _NAMES_IN_TRAINING:
+            return True
+        unread += [current.__globals__.get(name) for name in names]
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function, and in functions inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
 
 
 def _read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
