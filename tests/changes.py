@@ -391,12 +391,12 @@ OF_PYTHON = (
         test="tests/worlds/test_launch_output.py::test_bars_and_warnings",
     ),
     Change(
-        what="Python's traceback after a timeout",
+        what="the end of a worker: Python's traceback after a timeout, functions of `atexit`",
         where="worker/leaving.py",
-        names=("faulthandler.dump_traceback_later",),
-        why="compiled code of a thread that the function has left keeps the process",
+        names=("atexit.register", "faulthandler.dump_traceback_later"),
+        why="what the function has left keeps the process; the fork server's exit functions run in each worker",
         lasts="the end of the worker",
-        test="tests/worlds/test_launch_failure.py::test_what_happens_after_the_values_is_logged",
+        test="tests/worlds/test_leaving.py::test_what_is_idle_ends_with_the_rank",
     ),
     Change(
         what="handlers of SIGUSR1 and SIGUSR2 in a job",

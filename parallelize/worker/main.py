@@ -65,7 +65,7 @@ from parallelize.run.surroundings import loading_task, surroundings
 from parallelize.torch_patches.process_groups import replace_group_functions
 from parallelize.worker.function_run import active_run, call_function
 from parallelize.worker.keyboard import inspect_error
-from parallelize.worker.leaving import leave
+from parallelize.worker.leaving import forget_exit_functions, leave
 from parallelize.worker.process_setup import redirect_output, set_up_process
 from parallelize.worker.setup import WorkerSetup, outcome_paths, task_path
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
@@ -89,6 +89,7 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
             redirect_output(files)
         except FileNotFoundError:  # the caller has left, and its folder with it
             os._exit(1)
+        forget_exit_functions()  # this process is forked from a server
     shutdown = WorkerShutdown(world, *outcome_paths(Path(setup.folder), world.rank))
     try:
         set_up_process(setup, world)

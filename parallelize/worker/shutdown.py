@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -51,6 +51,11 @@ from parallelize.run.group_abort import interrupt_collectives, mark_as_interrupt
 
 _HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
 _RESEND_AFTER_S = 0.01
+# The signals that a rank handles, and Python's own handlers of them.
+_STOP_SIGNALS: Mapping[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 _PATIENCE_S = {signal.SIGINT: 10.0, signal.SIGTERM: 1.5}
 """For how long a main thread that waits for an accelerator is left alone after a signal.
 
@@ -169,6 +174,7 @@ class StopHandler:
         self._has_accelerator = has_accelerator
         self._is_handled = threading.Event()
         self._has_interrupted = False
+        self._masks = threading.local()  # of each thread that forks
 
     def install(self) -> None:
         """Install the handler in the main thread; SIGINT's only in place of Python's own."""
@@ -178,8 +184,11 @@ class StopHandler:
         received, written = socket.socketpair()
         written.settimeout(0)  # required by set_wakeup_fd
         signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-        # A forked child has the same handlers: its signals are not this process's.
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        os.register_at_fork(
+            before=self._block_in_fork,
+            after_in_parent=self._unblock_after_fork,
+            after_in_child=self._leave_to_child,
+        )
         # The thread holds `written`, too, so that the socket stays open.
         threading.Thread(
             target=self._watch, args=[received, written], name="parallelize-stop", daemon=True
@@ -200,6 +209,25 @@ class StopHandler:
         is_unwinding = self._has_interrupted and isinstance(sys.exc_info()[1], RuntimeError)
         if not (is_sigterm and is_unwinding):
             raise self.raised
+
+    def _block_in_fork(self) -> None:
+        """Block the signals until the child has its own handlers: Python drops earlier ones."""
+        self._masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+    def _unblock_after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before_fork)
+
+    def _leave_to_child(self) -> None:
+        """Give a forked child Python's own handlers, as a process of a pool is ended by SIGTERM.
+
+        The child is no rank: it hears of its signals alone, and has no collectives.
+        """
+        signal.set_wakeup_fd(-1)
+        for number, default in _STOP_SIGNALS.items():
+            handler: Any = signal.getsignal(number)
+            if handler is self:
+                signal.signal(number, default)
+        self._unblock_after_fork()
 
     def _resend(self, hook: Callable[[Any], object], unraisable: Any) -> None:
         """Send the signal again whose exception a finalizer has swallowed.
