@@ -1,14 +1,16 @@
 """Train a plain PyTorch function on every device, without changing its loop.
 
-- Calls: `distributed`, which makes a `DistributedFunction`; `Job` of a submitted call; launchers with options:
-  `SlurmLauncher`, `RayLauncher`, `SSHLauncher`, `LocalLauncher`
-- Models: `parallel_model`, `no_sync`; backends with options: `DDPBackend`, `DDP2Backend`, `DPBackend`, `FSDPBackend`,
-  `BalancedBackend`, `plan`, `Plan`, `AutoBackend`; mixed precision with options: `Amp`
+- Calls: `distributed`, which makes a `DistributedFunction`; `Job` of a submitted call; launchers
+  with options: `SlurmLauncher`, `RayLauncher`, `SSHLauncher`, `LocalLauncher`
+- Models: `parallel_model`, `no_sync`; backends with options: `DDPBackend`, `DDP2Backend`,
+  `DPBackend`, `FSDPBackend`, `BalancedBackend`, `plan`, `Plan`, `AutoBackend`; mixed precision with
+  options: `Amp`
 - Data: `shard_loader`, which makes a `ShardedLoader`
 - Checkpoints: `save`, `load`, `checkpoints`, `should_stop`
 - This process: `rank`, `local_rank`, `world_size`, `is_main`, `device`
 - Communication: `all_reduce`, `all_gather`, `broadcast`, `barrier`, `main_first`
-- Errors: `ParallelizeError`, `ConfigError`, `LaunchError`, `MissingDependencyError`, `SyncError`, `WorkerError`
+- Errors: `ParallelizeError`, `ConfigError`, `LaunchError`, `MissingDependencyError`, `SyncError`,
+  `WorkerError`
 
 Authors of backends and launchers subclass the classes of `parallelize.plugins.base`.
 """

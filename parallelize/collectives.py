@@ -28,16 +28,19 @@ def all_reduce(x: Any, op: Op) -> Any:
     """Reduce a value over all processes; a collective: every process must call it.
 
     Args:
-        x: a tensor, a number, or a container of them, with the same structure on every process; not modified.
-        op: "mean", "sum", "max" or "min", elementwise over the processes; any nan makes the result nan, as in torch.
-            Half-precision tensors are summed in fp32 and rounded once.
+        x: a tensor, a number, or a container of them, with the same structure on every process; not
+            modified.
+        op: "mean", "sum", "max" or "min", elementwise over the processes; any nan makes the result
+            nan, as in torch. Half-precision tensors are summed in fp32 and rounded once.
 
     Returns:
-        The reduced values in the structure of `x`, on every process. Tensors keep their shape, dtype and device.
-        Differentiable: a gradient of the result on any process flows back to `x` on every process.
+        The reduced values in the structure of `x`, on every process. Tensors keep their shape,
+        dtype and device. Differentiable: a gradient of the result on any process flows back to `x`
+        on every process.
 
     Raises:
-        ConfigError: `op` is unknown, or `x` cannot be reduced (such as an integer tensor by "mean").
+        ConfigError: `op` is unknown, or `x` cannot be reduced (such as an integer tensor by
+            "mean").
         SyncError: the processes called this with different shapes, dtypes, containers or `op`.
     """
     if op not in differentiable.REDUCE_OPS:
@@ -61,14 +64,16 @@ def all_reduce(x: Any, op: Op) -> Any:
 
 
 def all_gather(x: Any) -> Any:
-    """Gather the values of all processes on every process; a collective: every process must call it.
+    """Gather the values of all processes on every process; a collective: every process must call
+    it.
 
     Args:
-        x: a tensor, a number, or a container of them, with the same structure on every process; not modified.
+        x: a tensor, a number, or a container of them, with the same structure on every process; not
+            modified.
 
     Returns:
-        The gathered values in the structure of `x`, in rank order: a tensor of shape (world_size, *S) for each tensor
-        of shape S, and a list for each number. Differentiable.
+        The gathered values in the structure of `x`, in rank order: a tensor of shape (world_size,
+        *S) for each tensor of shape S, and a list for each number. Differentiable.
 
     Raises:
         ConfigError: `x` contains a value that cannot be sent.
@@ -87,11 +92,13 @@ def broadcast(x: Any, src: int = 0) -> Any:
     """Send the value of one process to every process; a collective: every process must call it.
 
     Args:
-        x: a tensor, a number, or a container of them, with the same structure on every process; not modified.
+        x: a tensor, a number, or a container of them, with the same structure on every process; not
+            modified.
         src: rank whose value is sent.
 
     Returns:
-        A copy of rank `src`'s value. Differentiable: the gradients of all processes are summed on rank `src`.
+        A copy of rank `src`'s value. Differentiable: the gradients of all processes are summed on
+        rank `src`.
 
     Raises:
         ConfigError: `src` is not a rank of this run, or `x` contains a value that cannot be sent.
@@ -117,7 +124,8 @@ def barrier(name: str | None = None) -> None:
     """Wait until every process has called `barrier`; a collective.
 
     Args:
-        name: label of this barrier, compared between processes and shown in errors and hang reports.
+        name: label of this barrier, compared between processes and shown in errors and hang
+            reports.
 
     Raises:
         SyncError: another process is at a barrier with another name, or at another collective.
@@ -128,12 +136,15 @@ def barrier(name: str | None = None) -> None:
 
 @contextlib.contextmanager
 def main_first() -> Iterator[None]:
-    """Run the block on rank 0 first, then on all other ranks, which can use the files that rank 0 has cached.
+    """Run the block on rank 0 first, then on all other ranks, which can use the files that rank 0
+    has cached.
 
-    A collective: every process must enter the block. If the block raises on one process, every process raises.
+    A collective: every process must enter the block. If the block raises on one process, every
+    process raises.
 
     Raises:
-        SyncError: the block raised on another process; the message contains that rank and its error.
+        SyncError: the block raised on another process; the message contains that rank and its
+            error.
     """
     if num_processes() == 1:
         yield

@@ -1,11 +1,11 @@
 """Exceptions of this library, and the faults that they list.
 
-    ParallelizeError
-    ├── ConfigError(ValueError)               invalid options; one error lists all faults
-    ├── LaunchError(RuntimeError)             the processes could not be started, or could not connect
-    ├── WorkerError(RuntimeError)             a worker ended without an exception that can be raised in the caller
-    ├── SyncError(RuntimeError)               ranks disagree, or would silently train different models
-    └── MissingDependencyError(ImportError)   an optional package is not installed
+    ParallelizeError ├── ConfigError(ValueError)               invalid options; one error lists all
+    faults ├── LaunchError(RuntimeError)             the processes could not be started, or could
+    not connect ├── WorkerError(RuntimeError)             a worker ended without an exception that
+    can be raised in the caller ├── SyncError(RuntimeError)               ranks disagree, or would
+    silently train different models └── MissingDependencyError(ImportError)   an optional package is
+    not installed
 
 Each message has three parts: what is wrong, why it cannot work, and how to fix it.
 """
@@ -37,7 +37,8 @@ class ParallelizeError(Exception):
         what: what is wrong, with the value.
         why: reason why the request cannot work.
         fix: how to fix the request.
-        is_secondary: whether another rank's exception caused this one; the caller then raises the cause instead.
+        is_secondary: whether another rank's exception caused this one; the caller then raises the
+            cause instead.
     """
 
     def __init__(self, what: str, *, why: str, fix: str, is_secondary: bool = False) -> None:
@@ -80,7 +81,8 @@ class WorkerError(ParallelizeError, RuntimeError):
         rank: global rank of the worker that ended first; None if unknown.
         host: host name of that worker's machine.
         exitcode: exit code of that worker, -N for signal N; None if it raised an exception.
-        signal_name: name of the signal that ended that worker, such as "SIGKILL"; None if no signal did.
+        signal_name: name of the signal that ended that worker, such as "SIGKILL"; None if no signal
+            did.
     """
 
     rank: int | None = None
@@ -104,7 +106,8 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the most similar known name, if any, and the list of known names.
+    """Return a hint for an unknown name: the most similar known name, if any, and the list of known
+    names.
 
     Args:
         name: the unknown name; its case is ignored.

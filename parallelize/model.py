@@ -64,7 +64,8 @@ def parallel_model(
     split_rng: bool = True,
     **options: Any,
 ) -> Iterator[Any]:
-    """Run models in parallel inside a `with` block; the model objects and the way to call them stay the same.
+    """Run models in parallel inside a `with` block; the model objects and the way to call them stay
+    the same.
 
         with parallel_model(model):
             for x, y in shard_loader(loader):
@@ -72,61 +73,71 @@ def parallel_model(
                 loss.backward()
                 optimizer.step()
 
-    `model = parallel_model(model).start()` begins the block without `with`: it ends when the decorated function has
-    returned.
+    `model = parallel_model(model).start()` begins the block without `with`: it ends when the
+    decorated function has returned.
 
-    In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes. For a loss that is a
-    mean over equally many targets on every rank, the result is that of one process that trains on the concatenated
-    batches; for other losses, `average=` makes it so. All ranks start from rank 0's parameters. The model is moved
-    to this process's device. Optimizers may be created before or inside the block, and go on after it. After the block,
-    also after an exception, the model is a plain model again, with the trained weights, on the training device.
+    In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes.
+    For a loss that is a mean over equally many targets on every rank, the result is that of one
+    process that trains on the concatenated batches; for other losses, `average=` makes it so. All
+    ranks start from rank 0's parameters. The model is moved to this process's device. Optimizers
+    may be created before or inside the block, and go on after it. After the block, also after an
+    exception, the model is a plain model again, with the trained weights, on the training device.
 
-    Under fsdp each rank keeps and updates its shards of the parameters, and the user's Parameters stand for the full
-    ones: they keep their identity and shape, are gathered where a full tensor is needed, and what is written to them
-    reaches the shards (as rank 0 has it, random numbers included). All ranks have to use them together. After the block
-    they have full values where the model came from; after an exception they stay sharded.
+    Under fsdp each rank keeps and updates its shards of the parameters, and the user's Parameters
+    stand for the full ones: they keep their identity and shape, are gathered where a full tensor is
+    needed, and what is written to them reaches the shards (as rank 0 has it, random numbers
+    included). All ranks have to use them together. After the block they have full values where the
+    model came from; after an exception they stay sharded.
 
-    A gradient is averaged whichever path has produced it: `model.encoder(x)`, a method that does not call forward, a
-    functional call, several backward passes. What no backward accumulates, such as a gradient that was assigned, is
-    compared across ranks at the step, and raises SyncError if it differs; parameters are compared when the block ends.
-    A forward under `torch.no_grad()` runs no collective, so a single rank may evaluate.
+    A gradient is averaged whichever path has produced it: `model.encoder(x)`, a method that does
+    not call forward, a functional call, several backward passes. What no backward accumulates, such
+    as a gradient that was assigned, is compared across ranks at the step, and raises SyncError if
+    it differs; parameters are compared when the block ends. A forward under `torch.no_grad()` runs
+    no collective, so a single rank may evaluate.
 
-    Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation: global generators
-    (torch, random, numpy) with equal states on the ranks, as a decorated function and a seed leave them, are split when
-    the block begins, reproducibly: rank 0 draws the numbers of one process, the other ranks get new seeds. Numbers that
-    have to be equal on all ranks (random_split, the order of a list or of an iterable dataset, a decision to skip a
-    layer or a collective) are drawn outside of the block, where all ranks draw rank 0's numbers again, or from a
-    generator with its own seed. A seed set inside the block is the same on all ranks.
+    Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation:
+    global generators (torch, random, numpy) with equal states on the ranks, as a decorated function
+    and a seed leave them, are split when the block begins, reproducibly: rank 0 draws the numbers
+    of one process, the other ranks get new seeds. Numbers that have to be equal on all ranks
+    (random_split, the order of a list or of an iterable dataset, a decision to skip a layer or a
+    collective) are drawn outside of the block, where all ranks draw rank 0's numbers again, or from
+    a generator with its own seed. A seed set inside the block is the same on all ranks.
 
-    A warning says if the inputs of the first step are bitwise equal on all ranks, which then do the work of one: a
-    loader is not wrapped in `shard_loader`, or each rank seeds a generator of its own alike.
+    A warning says if the inputs of the first step are bitwise equal on all ranks, which then do the
+    work of one: a loader is not wrapped in `shard_loader`, or each rank seeds a generator of its
+    own alike.
 
-    The block works in a decorated function, in a process started by torchrun or srun, and in a plain script. A plain
-    script is one process; if it sees several GPUs, `backend` defaults to "dp".
+    The block works in a decorated function, in a process started by torchrun or srun, and in a
+    plain script. A plain script is one process; if it sees several GPUs, `backend` defaults to
+    "dp".
 
     Args:
-        *models: one or several models, and leaf tensors that are trained beside them, such as a temperature; under
-            ddp and dp models may share parameters.
+        *models: one or several models, and leaf tensors that are trained beside them, such as a
+            temperature; under ddp and dp models may share parameters.
         optimizers: optimizers of these models, which Apex needs; all other engines need none.
-        methods: names of methods that run as forward does, such as "loss" or "encode": split over devices (dp,
-            balanced), under autocast, with inputs moved to the device.
-        restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends. False: each rank
-            keeps its shards, for models that no rank can hold; `state_dict()`, `save` and calls of the model work, on
-            all ranks together.
-        average: how gradients of the ranks are averaged. "ranks": with equal weights. "sum": they are added, for losses
-            that are sums (`reduction="sum"`). "tokens": by the number of targets over which each loss is a mean, such
-            as a cross entropy with `ignore_index` over unequal padding, or with class weights; each backward pass is
-            that of the mean over the targets of all ranks. The count is read from torch's reductions, and a sum divided
-            by a number counts as a mean over that number; a loss whose count is not known is refused.
-        buffers: which values floating buffers, such as batch norm's statistics, get on all ranks in training: "rank0":
-            rank 0's, before each forward; "mean": their mean, after each forward, which is exact for running means,
-            DINO's centre and the statistics of a codebook. (Batch norm still normalizes by this rank's batch;
-            torch.nn.SyncBatchNorm.convert_sync_batchnorm makes it exact.) None: rank 0's, with a warning if others
-            differ at the end of the block.
-        split_rng: whether global generators with equal states are split over the ranks; with `seed=` they always are.
-            False: they stay equal, so that dropout masks and augmentation are those of rank 0 on all ranks.
-        **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
-            `verify_every`; outside of a decorated function also all others, such as `gpus` and `seed`.
+        methods: names of methods that run as forward does, such as "loss" or "encode": split over
+            devices (dp, balanced), under autocast, with inputs moved to the device.
+        restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
+            False: each rank keeps its shards, for models that no rank can hold; `state_dict()`,
+            `save` and calls of the model work, on all ranks together.
+        average: how gradients of the ranks are averaged. "ranks": with equal weights. "sum": they
+            are added, for losses that are sums (`reduction="sum"`). "tokens": by the number of
+            targets over which each loss is a mean, such as a cross entropy with `ignore_index` over
+            unequal padding, or with class weights; each backward pass is that of the mean over the
+            targets of all ranks. The count is read from torch's reductions, and a sum divided by a
+            number counts as a mean over that number; a loss whose count is not known is refused.
+        buffers: which values floating buffers, such as batch norm's statistics, get on all ranks in
+            training: "rank0": rank 0's, before each forward; "mean": their mean, after each
+            forward, which is exact for running means, DINO's centre and the statistics of a
+            codebook. (Batch norm still normalizes by this rank's batch;
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm makes it exact.) None: rank 0's, with a
+            warning if others differ at the end of the block.
+        split_rng: whether global generators with equal states are split over the ranks; with
+            `seed=` they always are. False: they stay equal, so that dropout masks and augmentation
+            are those of rank 0 on all ranks.
+        **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`,
+            `wrap`, `verify_every`; outside of a decorated function also all others, such as `gpus`
+            and `seed`.
 
     Yields:
         The model, or a tuple of the models.
@@ -234,15 +245,17 @@ def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without averaging them over ranks, for all but the last micro-batch of a step.
+    """Accumulate gradients without averaging them over ranks, for all but the last micro-batch of a
+    step.
 
         for i, (x, y) in enumerate(micro_batches):
             with no_sync(model) if i < last else contextlib.nullcontext():
                 (loss_of(model(x), y) / len(micro_batches)).backward()
         optimizer.step()
 
-    A backward pass in the context leaves its gradients local; the next one outside of it averages all that has
-    accumulated. Under fsdp each pass averages, with the same result: else full gradients would have to be kept.
+    A backward pass in the context leaves its gradients local; the next one outside of it averages
+    all that has accumulated. Under fsdp each pass averages, with the same result: else full
+    gradients would have to be kept.
 
     Args:
         model: a model in a `parallel_model` block; for any other model, the context does nothing.

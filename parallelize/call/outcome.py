@@ -36,16 +36,21 @@ class Outcome:
         host: host name of the worker.
         pid: process ID of the worker.
         value: the function's return value.
-        error: the exception that the function raised, or a WorkerError that replaces it; None: the function returned.
+        error: the exception that the function raised, or a WorkerError that replaces it; None: the
+            function returned.
         traceback: the worker's traceback as text; "" if the function returned.
-        failed_at: time of the exception in seconds since the epoch, taken before any teardown; inf: there was none.
+        failed_at: time of the exception in seconds since the epoch, taken before any teardown; inf:
+            there was none.
         states: states of what the call trained, by their index in Task.stateful; rank 0 only.
         unreturned: names of other things that the call changed; rank 0 only.
-        evaluated: the number that the function returned, as text, if it has evaluated this rank's samples.
-        is_interrupted: whether Ctrl-C has interrupted the function, which has then returned; rank 0 only.
-        has_exited: whether the function has called sys.exit(), or sys.exit(0), in place of a return.
-        random_states: where the function left the global generators, for the caller's; rank 0 only; None: the call
-            leaves the caller's alone.
+        evaluated: the number that the function returned, as text, if it has evaluated this rank's
+            samples.
+        is_interrupted: whether Ctrl-C has interrupted the function, which has then returned; rank 0
+            only.
+        has_exited: whether the function has called sys.exit(), or sys.exit(0), in place of a
+            return.
+        random_states: where the function left the global generators, for the caller's; rank 0 only;
+            None: the call leaves the caller's alone.
     """
 
     rank: int

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import parallelize
-from parallelize import ConfigError, distributed
+from parallelize import ConfigError, DDPBackend, distributed
 from parallelize.config.options import Options
 
 
@@ -99,8 +99,29 @@ def test_without_parentheses() -> None:
 
     assert isinstance(add, parallelize.decorator.DistributedFunction)
     assert add.options(processes=1)(2) == 3
-    with pytest.raises(ConfigError, match="@distributed on a str: 'ddp'"):
-        distributed("ddp")
+
+
+NAMELESS: dict[object, str] = {
+    2: "@distributed(processes=2) or @distributed(gpus=2)",
+    "ddp": "@distributed(backend='ddp')",
+    "auto": "@distributed(gpus='auto') or @distributed(backend='auto')",
+    "slurm": "@distributed(launcher='slurm')",
+    "bf16": "@distributed(amp='bf16')",
+    (0, 2): "@distributed(gpus=(0, 2))",
+    DDPBackend(): "@distributed(backend=DDPBackend(",
+    "much": "@distributed(name=value), above a function (def)",
+    3.5: "@distributed(name=value), above a function (def)",
+}
+
+
+@pytest.mark.parametrize("value", NAMELESS, ids=str)
+def test_an_option_without_its_name_is_told_the_name(value: object) -> None:
+    """The names of all options that take the value, as they are written."""
+    with pytest.raises(ConfigError, match=re.escape(f"@distributed({value!r:.80})")) as caught:
+        distributed(value)
+    assert caught.value.faults[0].fix.startswith(f"write {NAMELESS[value]}")
+    with pytest.raises(ConfigError):
+        distributed(value, timeout=5)
 
 
 def test_what_decorated_functions_have_is_listed() -> None:
@@ -143,7 +164,6 @@ def generator() -> Iterator[int]:
         (functools.partial(generator), "a generator function"),
         (staticmethod(generator), "a generator function"),
         (Trainer, "a class"),
-        (3, "a int"),
     ],
 )
 def test_only_plain_functions_are_decorated(function: object, kind: str) -> None:
