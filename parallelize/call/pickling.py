@@ -16,7 +16,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import inspect
 import io
 import math
 import os
@@ -443,27 +442,6 @@ class Trial(_Pickler):
 
 
 # Functions and modules
-
-
-def check_is_plain_function(function: object) -> None:
-    """Raise ConfigError for an object whose call returns no value from another process."""
-    inner = inspect.unwrap(function) if callable(function) else function
-    inner = getattr(inner, "__func__", inner)  # of a class method
-    if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
-        kind = "an async function"
-    elif inspect.isgeneratorfunction(inner):
-        kind = "a generator function"
-    elif inspect.isclass(inner):
-        kind = "a class"
-    elif callable(inner):
-        return
-    else:
-        kind = f"a {type(inner).__name__}"
-    raise ConfigError(
-        f"@distributed on {kind}: {getattr(inner, '__qualname__', inner)!r}",
-        why="a call must run to completion in another process and return one value",
-        fix="decorate a plain function (def) that returns its result",
-    )
 
 
 def is_importable(module: types.ModuleType | None) -> bool:
