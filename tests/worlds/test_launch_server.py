@@ -326,3 +326,52 @@ def test_a_killed_early_server_is_a_lost_server(steps: int) -> None:
     )
     assert ended.stdout == "2\n", ended.stderr
     assert "restart 1 of 1 after LaunchError: the fork server" in ended.stderr
+
+
+# A call of the early server, which goes on while the fork server serves the calls after it.
+SERVED_EARLY = """
+import os, pathlib, psutil, sys, threading, time
+from parallelize import distributed, rank
+
+folder = pathlib.Path(sys.argv[1])
+
+@distributed(processes=2)
+def waits():
+    folder.joinpath(f"ready.{rank()}").write_text(str(os.getppid()))
+    try:
+        time.sleep(300)
+    finally:
+        time.sleep(0.5)  # a fork server that has no call would end meanwhile
+        folder.joinpath(f"finally.{rank()}").touch()
+
+@distributed(processes=2)
+def parent():
+    return os.getppid()
+
+threading.Thread(target=waits, daemon=True).start()
+while len(list(folder.glob("ready.*"))) < 2:
+    time.sleep(0.02)
+(server,) = psutil.Process().children()
+while parent() != server.pid:
+    pass
+print(server.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_caller_lets_the_workers_of_its_early_server_end(tmp_path: Path) -> None:
+    """They have their time for `finally` blocks, though the fork server has no call of its own."""
+    if len(os.sched_getaffinity(0)) < 2 or not hasattr(os, "pidfd_open"):
+        pytest.skip("has no early server")
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVED_EARLY, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        server = process.stdout.readline().strip()
+        assert tmp_path.joinpath("ready.0").read_text() != server
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN_S)
+    assert not alive
+    assert len(list(tmp_path.glob("finally.*"))) == 2
