@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from parallelize import distributed, rank
 
-@distributed(**{"timeout": 60, **json.loads(sys.argv[1])})
+@distributed(**{"timeout": 200, **json.loads(sys.argv[1])})
 def where():
     total = torch.ones(1) * rank()
     dist.all_reduce(total)
@@ -73,7 +73,7 @@ CALL_IN_A_WORKER = """
 import json, os, subprocess, sys
 from parallelize import distributed, rank
 
-@distributed(processes=2, timeout=60)
+@distributed(processes=2, timeout=200)
 def outer():
     if rank() == 0:
         options = json.dumps({"processes": 2})

@@ -43,7 +43,7 @@ def count(folder: str, steps: int, pause_s: float = 0.05) -> dict[str, Any]:
 
 def counting(folder: Path, *, num_nodes: int = 1, processes: int = 2, **options: Any) -> Any:
     launcher = SlurmLauncher(folder=folder / "jobs", **{"time": "10:00", **options})
-    return distributed(launcher=launcher, num_nodes=num_nodes, processes=processes, timeout=60)(count)
+    return distributed(launcher=launcher, num_nodes=num_nodes, processes=processes, timeout=200)(count)
 
 
 def has_begun(folder: Path) -> Any:
@@ -115,7 +115,7 @@ import os, pathlib, signal, sys, time
 import torch.distributed as dist
 from parallelize import distributed, rank, should_stop
 
-@distributed(timeout=60, processes=int(sys.argv[2]))
+@distributed(timeout=200, processes=int(sys.argv[2]))
 def train():
     step = 0
     while not should_stop():

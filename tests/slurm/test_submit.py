@@ -54,7 +54,7 @@ def work(what: str = "return", factor: int = 1, started: str = "") -> dict[str, 
 
 def submittable(folder: Path, *, num_nodes: int = 1, processes: int = 1, **options: Any) -> Any:
     launcher = SlurmLauncher(folder=folder / "jobs", **{"time": "10:00", **options})
-    return distributed(launcher=launcher, num_nodes=num_nodes, processes=processes, timeout=60)(work)
+    return distributed(launcher=launcher, num_nodes=num_nodes, processes=processes, timeout=200)(work)
 
 
 def test_two_nodes_return_rank_0s_value(cluster: Cluster, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_plain_call_brings_back_what_it_trained(cluster: Cluster, tmp_path: Pa
     """The weights and the optimizer's state are those of the job's rank 0, through two processes that pickle them."""
     launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00")
     trainer = Trainer()
-    weight = distributed(launcher=launcher, num_nodes=2, processes=1, timeout=60)(Trainer.fit)(trainer)
+    weight = distributed(launcher=launcher, num_nodes=2, processes=1, timeout=200)(Trainer.fit)(trainer)
     assert torch.equal(trainer.model.weight, weight)
     assert trainer.optimizer.state[trainer.model.weight]["step"].item() == 1
 
@@ -135,7 +135,7 @@ def attempts(folder: str) -> list[str]:
 def test_a_failed_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     """After a failure Slurm starts the job again, as often as max_restarts; with logs="all", lines have their rank."""
     launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00")
-    call = distributed(launcher=launcher, processes=2, max_restarts=2, timeout=60, logs="all")(attempts)
+    call = distributed(launcher=launcher, processes=2, max_restarts=2, timeout=200, logs="all")(attempts)
     job = call.submit(str(tmp_path))
     assert job.result(timeout_s=300) == ["01", "01"]
     assert "requeue 1 of 2 after exit code 1" in job.logs()
@@ -151,7 +151,7 @@ def test_ranks_share_the_cores_of_their_job(cluster: Cluster, tmp_path: Path, mo
     monkeypatch.delenv("OMP_NUM_THREADS")
     for options, each in (({"sbatch": {"exclusive": True}}, 4), ({"cpus_per_task": 1}, 1)):
         launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00", **options)
-        found = distributed(launcher=launcher, processes=2, timeout=60)(cores).submit().result(timeout_s=250)
+        found = distributed(launcher=launcher, processes=2, timeout=200)(cores).submit().result(timeout_s=250)
         assert found == [each, str(each), "2"]
 
 
