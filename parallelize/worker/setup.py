@@ -70,8 +70,9 @@ class WorkerSetup:
     @classmethod
     def capture(cls, layout: Layout, *, folder: str, environ: Mapping[str, str]) -> WorkerSetup:
         """Return the setup of a call's workers, with the settings of this process."""
-        # Without a start method of the caller's choice, children are forked: they keep __main__.
-        start_method = multiprocessing.get_start_method(allow_none=True) or "fork"
+        # The caller's own, or else Python's default: "fork" until 3.13, "forkserver" since 3.14.
+        default_method = multiprocessing.get_all_start_methods()[0]
+        start_method = multiprocessing.get_start_method(allow_none=True) or default_method
         return cls(
             folder=folder,
             environ=environ,

@@ -128,6 +128,27 @@ def test_children_of_a_rank_that_are_not_forked(run_script: Run) -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+START_METHODS = """
+import multiprocessing, sys
+from parallelize import distributed
+
+@distributed(processes=2)
+def start_method():
+    return multiprocessing.get_start_method()
+
+if sys.argv[1:]:
+    multiprocessing.set_start_method(sys.argv[1])
+print(start_method.all_ranks(), multiprocessing.get_start_method())
+"""
+
+
+@pytest.mark.parametrize("args", [(), ("spawn",)])
+def test_children_of_a_rank_start_as_those_of_the_caller(run_script: Run, args: tuple[str, ...]) -> None:
+    """By the caller's method, or else by Python's own, which is another one since 3.14."""
+    methods, _, own = run_script(START_METHODS, args=args).stdout.strip().rpartition(" ")
+    assert methods == str([own, own])
+
+
 PACKAGE = """
 import argparse, os, sys, warnings
 from parallelize import distributed
