@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from parallelize.call.annotations import readable_annotations
 from parallelize.call.arrays import (
     Mappings,
     bytes_of,
@@ -113,7 +114,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             has_attributes = any(type(each) is dict for each in reduced[2:3])
             return (*(*reduced, None, None)[:5], _set_attributes) if has_attributes else reduced
-        return super().reducer_override(obj)
+        with readable_annotations(obj):
+            return super().reducer_override(obj)
 
     def _reduce_mapped(self, array: Any) -> Any:
         by_path = reduce_memmap(array, self.mappings) if self.mappings is not None else None

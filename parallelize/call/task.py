@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.call.annotations import readable_annotations
 from parallelize.call.module_values import ModuleValues
 from parallelize.call.object_states import bytes_of_models
 from parallelize.call.pickling import dump, full_disk_error, load, pickle_by_value_unless_importable
@@ -66,7 +67,8 @@ class Task:
         if isinstance(inner, FunctionType):
             is_imported = inner.__globals__ is namespace(sys.modules.get(inner.__module__))
             named |= {**({} if is_imported else inner.__globals__), **free_variables(inner)}
-        with contextlib.suppress(TypeError, ValueError):  # a built-in function; they do not fit
+        # A built-in function has no signature, and arguments may not fit.
+        with contextlib.suppress(TypeError, ValueError), readable_annotations(inner):
             named |= inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
         if "self" in named:
             owner = named.pop("self")

@@ -149,6 +149,41 @@ def test_children_of_a_rank_start_as_those_of_the_caller(run_script: Run, args: 
     assert methods == str([own, own])
 
 
+UNREADABLE_ANNOTATIONS = """
+from typing import TYPE_CHECKING
+from parallelize import distributed
+if TYPE_CHECKING:
+    from nowhere import Missing
+
+class Holder:
+    value: Missing
+
+    def get(self) -> Missing:
+        return self.value
+
+@distributed(processes=2)
+def train(value: Missing, *more: Missing) -> Missing:
+    holder = Holder()
+    holder.value = value
+    return holder, train.__wrapped__.__annotations__
+
+holder, annotations = train(4, 5)
+print(holder.get(), annotations)
+try:
+    Holder.get.__annotations__
+except NameError:
+    print("as before")
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated when a function is defined")
+def test_annotations_that_cannot_be_evaluated(run_script: Run) -> None:
+    """Names that only type checkers import are texts in the workers, and stay unread in the caller."""
+    done = run_script(UNREADABLE_ANNOTATIONS)
+    annotations = {"value": "Missing", "more": "Missing", "return": "Missing"}
+    assert done.stdout == f"4 {annotations}\nas before\n"
+
+
 PACKAGE = """
 import argparse, os, sys, warnings
 from parallelize import distributed
