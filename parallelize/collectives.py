@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.gradients import differentiable
 from parallelize.hang_detection.stack_frames import call_site
-from parallelize.hang_detection.statements import rank_test_around
+from parallelize.hang_detection.statements import rank_test_here
 from parallelize.hang_detection.waiting import WaitKind, waiting_for
 from parallelize.run import context
 from parallelize.run.containers import leaves, map_leaves
@@ -247,7 +246,7 @@ def _check_same_call(call: str, x: Any) -> None:
     with waiting_for(call, wait_kind=WaitKind.CALL):
         if len(set(differentiable.all_gather(digest(text)).tolist())) == 1:
             return
-        test = rank_test_around([*traceback.walk_stack(None)])
+        test = rank_test_here()
         place = call_site()
         if test is not None:
             place += f", under {test.text}"

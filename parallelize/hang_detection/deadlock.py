@@ -97,11 +97,7 @@ def _mismatch(states: _States, awaited: _Awaited) -> Verdict | None:
     for rank in awaited:
         pending_keys.update((call.counter, call.seq) for call in states[rank].pending())
     for key in sorted(pending_keys):
-        begun: dict[int, Collective] = {}
-        for rank, state in states.items():
-            for collective in state.collectives:
-                if (collective.counter, collective.seq) == key:
-                    begun[rank] = collective
+        begun = _begun_collectives(states, key)
         signatures = [collective.signature for collective in begun.values()]
         # A signature may lack the root.
         longest = max(signatures, key=len)
@@ -117,6 +113,16 @@ def _mismatch(states: _States, awaited: _Awaited) -> Verdict | None:
         fault = f"ranks are in different collectives: {_phrases(texts)}"
         return _verdict(fault, states, begun.keys(), why=why, fix=_FIX)
     return None
+
+
+def _begun_collectives(states: _States, key: tuple[str, int]) -> dict[int, Collective]:
+    """Return what each rank began under a counter and sequence number, if it did."""
+    begun: dict[int, Collective] = {}
+    for rank, state in states.items():
+        for collective in state.collectives:
+            if (collective.counter, collective.seq) == key:
+                begun[rank] = collective
+    return begun
 
 
 def _returned(states: _States, awaited: _Awaited) -> Verdict | None:

@@ -18,7 +18,9 @@ import ast
 import enum
 import functools
 import linecache
+import sys
 import textwrap
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -27,7 +29,7 @@ from typing import NamedTuple
 from parallelize.cluster.code_owner import is_user_frame
 from parallelize.hang_detection.stack_frames import Stack
 
-__all__ = ["Statement", "StatementKind", "rank_test_around", "statements_around"]
+__all__ = ["Statement", "StatementKind", "rank_test_here", "statements_around"]
 
 _NAMES_OF_RANK = frozenset({"is_main", "rank", "get_rank", "local_rank", "global_rank", "is_main_process", "RANK"})
 """What programs call a rank, or the question for rank 0."""
@@ -79,8 +81,9 @@ def statements_around(stack: Stack) -> list[Statement]:
     return statements
 
 
-def rank_test_around(stack: Stack) -> Statement | None:
-    """Return the innermost test of the rank around the lines in a stack; None: there is none."""
+def rank_test_here() -> Statement | None:
+    """Return the innermost test of the rank around the lines of the caller; None: there is none."""
+    stack = list(traceback.walk_stack(sys._getframe(1)))
     for statement in reversed(statements_around(stack)):
         if statement.kind is StatementKind.RANK_TEST:
             return statement

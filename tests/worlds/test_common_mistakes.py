@@ -195,7 +195,8 @@ def enters_alone(_trained: Trained, _path: Path) -> None:
 
 
 def steps_alone(trained: Trained, path: Path) -> None:
-    checkpoints(path.with_suffix(""), model=trained.model, every=1).step()
+    with checkpoints(path.with_suffix(""), model=trained.model, every=1):
+        pass
 
 
 def loads_alone(trained: Trained, path: Path) -> None:

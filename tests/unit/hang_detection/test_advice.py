@@ -14,7 +14,7 @@ import pytest
 
 from parallelize.hang_detection.advice import advice_on, places_of
 from parallelize.hang_detection.rank_state import Collective, RankState
-from parallelize.hang_detection.statements import Statement, StatementKind, rank_test_around, statements_around
+from parallelize.hang_detection.statements import Statement, StatementKind, rank_test_here, statements_around
 from parallelize.hang_detection.waiting import Wait, WaitKind, wait_of_thread, waiting_for
 
 PROGRAM = """
@@ -55,9 +55,16 @@ def test_statements_around_a_line_are_found() -> None:
         Statement(StatementKind.RANK_TEST, "<cell>:6", "the `else` of `if rank == 0`"),
         Statement(StatementKind.LOOP, "<cell>:8", exits=["return:9", "return:10", "except:11"]),
     ]
-    test = rank_test_around(stack)
-    assert test is not None
-    assert test.line == "<cell>:6"
+
+
+def test_the_test_of_the_rank_around_a_call() -> None:
+    """The innermost one counts."""
+    rank = 1
+    assert rank_test_here() is None
+    if rank > 0:
+        found = rank_test_here()
+    assert found is not None
+    assert found.text == "`if rank > 0`"
 
 
 def test_a_program_that_cannot_be_read_shows_nothing() -> None:
