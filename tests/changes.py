@@ -347,6 +347,14 @@ OF_PYTHON = (
         test="tests/worlds/test_debugger.py::test_quit_ends_the_call",
     ),
     Change(
+        what="`sys.stdin`, `sys.stdout`, `sys.stderr`",
+        where="worker/keyboard.py",
+        names=("sys.stdin", "sys.stdout", "sys.stderr"),
+        why="`interact` reads from nowhere, and its errors are in the log of the rank",
+        lasts="a command of pdb",
+        test="tests/worlds/test_debugger.py::test_the_prompt_has_the_names_of_the_script",
+    ),
+    Change(
         what="`sys.unraisablehook`",
         where="worker/shutdown.py",
         names=("sys.unraisablehook",),

@@ -331,11 +331,14 @@ class Watchdog:
         on_start: function that the watchdog thread calls first.
         on_look: function that returns facts for the state of this rank. It is called twice a second with the main
             thread's stack, and `is_waiting=`, whether that thread is in a collective.
+        on_collective: function that is called at each look that finds the main thread in a collective; None: there
+            is none.
     """
 
     on_hang: Callable[[SyncError], None] = staticmethod(_end_program)
     on_start: Callable[[], object] = staticmethod(lambda: None)
     on_look: Callable[..., Any] | None = None
+    on_collective: Callable[[], object] | None = None
     values_of_rank_0: ValuesOfRank0 | None = None
     """What rank 0 tells the other ranks in the block; None: there is no group of several ranks."""
 
@@ -490,6 +493,8 @@ class Watchdog:
         if self._is_held and innermost.f_trace is not self._mark:
             # The next call's frame has no mark, though it may have the same address. It is called under a debugger.
             self._mark = innermost.f_trace = lambda *_: None
+        if self._is_held and self.on_collective is not None:
+            self.on_collective()
         self._facts = None if self.on_look is None else self.on_look(stack, is_waiting=is_waiting)
         self._publish(self._line(stack))
         return any(frame.f_code is pdb.Pdb.interaction.__code__ for frame, _ in stack)

@@ -21,7 +21,14 @@ import os
 import pdb
 import time
 import torch
+import fractions
+from os.path import join as joined
 from parallelize import all_reduce, distributed, rank
+
+SCALE, TABLE = 3, {"a": [1, 2]}
+
+def unsent(x):
+    return x * SCALE
 
 class Squares(torch.utils.data.Dataset):
     def __len__(self):
@@ -52,6 +59,17 @@ def fail(key):
         return {"lr": 1}[key]
     all_reduce(torch.ones(1), "mean")
 
+def count_line(number):
+    return number
+
+@distributed(processes=2)
+def count():
+    total = 0
+    breakpoint()
+    for number in range(2):
+        total += count_line(number)
+    return total
+
 @distributed(processes=2)
 def load():
     if rank() == 1:
@@ -72,7 +90,7 @@ def start(tmp_path: Path) -> Callable[..., Any]:
             sys.executable,
             [str(script)],
             env={**os.environ, **environ, "TERM": "dumb", "INPUTRC": os.devnull},
-            timeout=60,
+            timeout=600,  # a busy machine takes long
             encoding="utf-8",
             echo=False,
         )
@@ -125,6 +143,120 @@ def test_ranks_are_debugged_one_after_the_other(start: Callable[..., Any]) -> No
     terminal.sendline("c")
     terminal.expect_exact("result 35.0")
     terminal.expect(pexpect.EOF)
+
+
+def stop_all(terminal: Any) -> int:
+    """Wait until both ranks have stopped; return the one that has the keyboard, at its prompt."""
+    listed = ""
+    while listed.count("> ") < 2:
+        owner = asked(terminal)
+        terminal.sendline("ranks")
+        terminal.expect(r"rank 0 (.*)\s+rank 1 (.*)\s")
+        listed = terminal.match[0]
+    assert asked(terminal) == owner
+    return owner
+
+
+def test_a_slow_command_keeps_the_keyboard(start: Callable[..., Any]) -> None:
+    """Another rank that has stopped is not asked meanwhile, so that it gets no line that was not meant for it."""
+    terminal = start("print('result', train())")
+    owner = stop_all(terminal)
+    for _ in range(2):
+        terminal.sendline("time.sleep(1.5)")
+        assert asked(terminal) == owner
+    terminal.sendline("p (time.sleep(1.5), x)[1]")
+    terminal.expect_exact(f"tensor({owner + 1}.)")
+    assert asked(terminal) == owner
+    terminal.sendline("c")
+    assert asked(terminal) == 1 - owner
+    terminal.sendline("c")
+    terminal.expect_exact("result 15.0")
+    terminal.expect(pexpect.EOF)
+
+
+@pytest.mark.slow
+def test_a_step_that_waits_for_another_rank_lets_it_go_on(start: Callable[..., Any]) -> None:
+    """`n` over a collective: the other rank has to come there, and its prompt is next; then both go on."""
+    terminal = start("print('result', train())")
+    owner = stop_all(terminal)
+    terminal.sendline("n")
+    if sys.version_info >= (3, 13):
+        assert asked(terminal) == owner
+        terminal.sendline("n")
+    assert asked(terminal) == 1 - owner
+    terminal.sendline("ranks")
+    terminal.expect_exact(f"rank {owner} waits in a collective")
+    assert asked(terminal) == 1 - owner
+    terminal.sendline("c")
+    terminal.expect_exact("--Return--")
+    assert asked(terminal) == owner
+    terminal.sendline("n")  # the end of the function
+    terminal.expect_exact("result 15.0")
+    terminal.expect(pexpect.EOF)
+
+
+@pytest.mark.slow
+def test_the_prompt_has_the_names_of_the_script(start: Callable[..., Any]) -> None:
+    """What can be imported, and plain values; of all else, the error says how to get it."""
+    terminal = start("print('result', train())")
+    owner = stop_all(terminal)
+    for line, shown in {
+        "p SCALE + len(TABLE['a'])": "5",
+        "p joined('a', 'b')": "'a/b'",
+        "fractions.Fraction(1, 2)": "Fraction(1, 2)",
+        "display SCALE": "display SCALE: 3",
+        "p unsent(2)": "`unsent` was not sent to the workers: the function does not mention it. A line `unsent` in",
+    }.items():
+        terminal.sendline(line)
+        terminal.expect_exact(shown)
+        assert asked(terminal) == owner
+    terminal.sendline("interact")
+    for line, shown in {
+        "TABLE": "{'a': [1, 2]}",
+        "unsent(2)": "`unsent` was not sent to the workers",
+    }.items():
+        terminal.expect_exact(">>> ")
+        terminal.sendline(line)
+        terminal.expect_exact(shown)
+    terminal.expect_exact(">>> ")
+    terminal.sendintr()
+    terminal.expect_exact("KeyboardInterrupt")
+    terminal.expect_exact(">>> ")
+    terminal.sendeof()
+    assert asked(terminal) == owner
+    terminal.sendline("c")
+    assert asked(terminal) == 1 - owner
+    terminal.sendline("c")
+    terminal.expect_exact("result 15.0")
+    terminal.expect(pexpect.EOF)
+    assert "was changed" not in terminal.before
+
+
+@pytest.mark.slow
+def test_breakpoints_have_commands(start: Callable[..., Any]) -> None:
+    """`until` and the commands of a breakpoint stop and go on as in one process."""
+    terminal = start("print('result', count())")
+    owner = stop_all(terminal)
+    terminal.sendline("b count_line")
+    terminal.expect_exact("Breakpoint 1")
+    assert asked(terminal) == owner
+    terminal.sendline("commands 1")
+    terminal.expect_exact("(com) ")
+    terminal.sendline("p 'seen', number")
+    terminal.expect_exact("(com) ")
+    terminal.sendline("continue")
+    assert asked(terminal) == owner
+    # What the commands print is shown when no prompt waits for the user.
+    shown = ""
+    for line in ("c", "until", "c"):
+        terminal.sendline(line)
+        if line != "c" or not shown:
+            assert asked(terminal) == 1 - owner
+            shown += terminal.before + "\n"
+    terminal.expect_exact("result 1")
+    shown += terminal.before
+    terminal.expect(pexpect.EOF)
+    assert shown.count("('seen', ") == 2
 
 
 @pytest.mark.slow
