@@ -108,7 +108,8 @@ _NAMES_BY_MODULE = {
     "data.loader": "ShardedLoader",
     "data.shard_loader": "shard_loader",
     "decorator": "DistributedFunction distributed",
-    "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError WorkerError",
+    "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError "
+    "WorkerError",
     "launchers.local.launcher": "LocalLauncher",
     "launchers.ray": "RayLauncher",
     "launchers.slurm.job": "Job",
@@ -122,7 +123,10 @@ _NAMES_BY_MODULE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that the command line shows its help without importing torch."""
+    """Import a public name when it is first used.
+
+    So the command line shows its help without importing torch.
+    """
     for module, names in _NAMES_BY_MODULE.items():
         if name in names.split():
             globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)

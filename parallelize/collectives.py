@@ -1,4 +1,14 @@
-"""Collectives on tensors, numbers and containers: all_reduce, all_gather, broadcast (differentiable), barrier."""
+"""Collectives on tensors, numbers and containers: all_reduce, all_gather, broadcast, barrier.
+
+The first three are differentiable. Before a collective the processes compare what they call, and
+with what: different calls would hang, or mix up values silently.
+
+Glossary:
+
+    leaf        a tensor or number in what is sent, which may be a container of leaves
+    call        the collective as messages name it: "all_reduce(op='mean')"
+    signature   what must be equal on all processes: shapes, dtypes and containers, not the values
+"""
 
 from __future__ import annotations
 
@@ -52,19 +62,13 @@ def all_reduce(x: Any, op: Op) -> Any:
     if num_processes() == 1:
         return map_leaves(lambda leaf: _reduce_alone(leaf, op), x)
     _check_same_call(f"all_reduce(op={op!r})", x)
-    return map_leaves(
-        lambda leaf: (
-            differentiable.all_reduce(leaf, op)
-            if isinstance(leaf, Tensor)
-            else _reduce_number(leaf, op)
-        ),
-        x,
-    )
+    return map_leaves(lambda leaf: _reduce(leaf, op), x)
 
 
 def all_gather(x: Any) -> Any:
-    """Gather the values of all processes on every process; a collective: every process must call
-    it.
+    """Gather the values of all processes on every process.
+
+    A collective: every process must call it.
 
     Args:
         x: a tensor, a number, or a container of them, with the same structure on every process; not
@@ -80,9 +84,7 @@ def all_gather(x: Any) -> Any:
     """
     _refuse_unsupported(x, "all_gather")
     if num_processes() == 1:
-        return map_leaves(
-            lambda leaf: leaf.clone()[None] if isinstance(leaf, Tensor) else [leaf], x
-        )
+        return map_leaves(_gather_alone, x)
     _check_same_call("all_gather", x)
     return map_leaves(lambda leaf: _apply(leaf, differentiable.all_gather), x)
 
@@ -112,11 +114,13 @@ def broadcast(x: Any, src: int = 0) -> Any:
         )
     _refuse_unsupported(x, "broadcast")
     if size == 1:
-        return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
+        return map_leaves(_copy, x)
     _check_same_call(f"broadcast(src={src})", x)
-    return map_leaves(
-        lambda leaf: _apply(leaf, lambda tensor: differentiable.broadcast(tensor, src)), x
-    )
+
+    def broadcast_tensor(tensor: Tensor) -> Tensor:
+        return differentiable.broadcast(tensor, src)
+
+    return map_leaves(lambda leaf: _apply(leaf, broadcast_tensor), x)
 
 
 def barrier(name: str | None = None) -> None:
@@ -130,16 +134,19 @@ def barrier(name: str | None = None) -> None:
         SyncError: another process is at a barrier with another name, or at another collective.
     """
     if num_processes() > 1:
-        _check_same_call("barrier" if name is None else f"barrier({name!r})", None)
+        call = "barrier" if name is None else f"barrier({name!r})"
+        _check_same_call(call, None)
 
 
 @contextlib.contextmanager
 def main_first() -> Iterator[None]:
-    """Run the block on rank 0 first, then on all other ranks, which can use the files that rank 0
-    has cached.
+    """Run the block on rank 0 first, then on all other ranks.
 
-    A collective: every process must enter the block. If the block raises on one process, every
-    process raises.
+    They can use the files that rank 0 has cached. A collective: every process must enter the block.
+    If the block raises on one process, every process raises.
+
+        rank 0        block ── first exchange ────────── second exchange
+        other ranks            first exchange ── block ── second exchange
 
     Raises:
         SyncError: the block raised on another process; the message contains that rank and its
@@ -148,31 +155,38 @@ def main_first() -> Iterator[None]:
     if num_processes() == 1:
         yield
         return
+    is_main = dist.get_rank() == 0
     failure: BaseException | None = None
-    if dist.get_rank() != 0:
-        _raise_remote_failure(None)
+    if not is_main:
+        _exchange_failures(None)
     try:
         yield
     except BaseException as exc:
         failure = exc
         raise
     finally:
-        # Exchange 1: rank 0 has left the block, so the other ranks enter it. Exchange 2: the other ranks have left it.
-        if dist.get_rank() == 0:
-            _raise_remote_failure(failure)
-        if failure is None or dist.get_rank() != 0:
-            _raise_remote_failure(failure)
+        if is_main:
+            _exchange_failures(failure)
+        # If rank 0 has failed, the other ranks have raised in the first exchange.
+        if failure is None or not is_main:
+            _exchange_failures(failure)
 
 
-def _raise_remote_failure(failure: BaseException | None) -> None:
-    """Exchange failures between ranks; raise SyncError if another rank has failed and this rank has not."""
-    text_of_failure = None if failure is None else f"{type(failure).__name__}: {failure}"
+def _exchange_failures(failure: BaseException | None) -> None:
+    """Tell the other ranks whether this one has failed; a collective.
+
+    Raises:
+        SyncError: another rank has failed, and this one has not.
+    """
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
     with waiting_for("main_first", wait_kind=WaitKind.CALL):
-        failures = gather_objects(text_of_failure)
-    for rank, text in enumerate(failures):
-        if text is not None and failure is None:
+        texts = gather_objects(text)
+    if failure is not None:
+        return
+    for rank, text_of_rank in enumerate(texts):
+        if text_of_rank is not None:
             raise SyncError(
-                f"main_first failed on rank {rank}: {text}",
+                f"main_first failed on rank {rank}: {text_of_rank}",
                 why="the block must succeed on every rank",
                 fix=f"see the error of rank {rank}",
             )
@@ -182,7 +196,11 @@ def _raise_remote_failure(failure: BaseException | None) -> None:
 
 
 def num_processes() -> int:
-    """Return the size of the process group; 1 without one, unless a launcher has started several processes."""
+    """Return the size of the process group, or 1 without a group.
+
+    Raises:
+        ConfigError: there is no group, although a launcher has started several processes.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     world = context.current().world
@@ -190,36 +208,23 @@ def num_processes() -> int:
         raise ConfigError(
             f"no process group in a world of {world.world_size}",
             why="a launcher has started this process, but torch.distributed is not initialized",
-            fix="call this inside a @distributed function, or call torch.distributed.init_process_group() first",
+            fix="call this inside a @distributed function, or call "
+            "torch.distributed.init_process_group() first",
         )
     return 1
 
 
 def _refuse_unsupported(x: Any, call: str, *, op: str | None = None) -> None:
+    """Raise ConfigError for a leaf that cannot be sent, or not be reduced by `op`."""
     for leaf in leaves(x):
         if isinstance(leaf, Tensor):
-            if (
-                leaf.is_meta
-                or leaf.is_nested
-                or leaf.is_quantized
-                or leaf.layout is not torch.strided
-            ):
-                raise ConfigError(
-                    f"{call} of a tensor of {leaf.dtype}, {leaf.layout}, on {leaf.device}",
-                    why="only dense tensors with values can be sent",
-                    fix="use x.dequantize() or x.to_dense(), or a padded tensor of a nested one",
-                )
-            if op is not None and not _keeps_dtype(op, leaf.dtype):
-                raise ConfigError(
-                    f"{call} of a tensor of {leaf.dtype}",
-                    why="the result does not fit this dtype, or process groups do not support it",
-                    fix="use x.float() for a mean, x.long() for a sum, x.abs() for the largest complex number",
-                )
+            _refuse_unsupported_tensor(leaf, call, op=op)
         elif not isinstance(leaf, (bool, int, float)):
             raise ConfigError(
                 f"{call} of {type(leaf).__name__} {leaf!r:.80}",
                 why="only tensors, numbers and containers of them can be sent",
-                fix="use torch.distributed.broadcast_object_list or all_gather_object for other objects",
+                fix="use torch.distributed.broadcast_object_list or all_gather_object for other "
+                "objects",
             )
         elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
             raise ConfigError(
@@ -229,83 +234,127 @@ def _refuse_unsupported(x: Any, call: str, *, op: str | None = None) -> None:
             )
 
 
+def _refuse_unsupported_tensor(tensor: Tensor, call: str, *, op: str | None) -> None:
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not is_dense or tensor.is_meta or tensor.is_quantized:
+        raise ConfigError(
+            f"{call} of a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}",
+            why="only dense tensors with values can be sent",
+            fix="use x.dequantize() or x.to_dense(), or a padded tensor of a nested one",
+        )
+    if op is not None and not _keeps_dtype(op, tensor.dtype):
+        raise ConfigError(
+            f"{call} of a tensor of {tensor.dtype}",
+            why="the result does not fit this dtype, or process groups do not support it",
+            fix="use x.float() for a mean, x.long() for a sum, x.abs() for the largest complex "
+            "number",
+        )
+
+
 def _keeps_dtype(op: str, dtype: torch.dtype) -> bool:
-    """Return whether process groups can reduce a dtype by `op`, and the result fits the same dtype."""
-    fits = {
+    """Whether process groups can reduce a dtype by `op`, and the result has the same dtype."""
+    result_fits_by_op = {
         "mean": dtype.is_floating_point or dtype.is_complex,
         "sum": dtype is not torch.bool,
         "max": not dtype.is_complex,
         "min": not dtype.is_complex,
     }
-    return dtype in differentiable.REDUCE_DTYPES and fits[op]
+    return dtype in differentiable.REDUCE_DTYPES and result_fits_by_op[op]
 
 
 def _check_same_call(call: str, x: Any) -> None:
-    """Raise SyncError if the processes make different calls, which would hang or silently mix up values."""
-    text = f"{call} of {_signature(x)}" if x is not None else call
+    """Compare the call with those of the other processes; a collective.
+
+    Args:
+        call: the collective, with its arguments but x.
+        x: what is sent; None: nothing.
+
+    Raises:
+        SyncError: the processes make different calls.
+    """
+    text = call
+    if x is not None:
+        text = f"{call} of {_signature(x)}"
     with waiting_for(call, wait_kind=WaitKind.CALL):
-        if len(set(differentiable.all_gather(digest(text)).tolist())) == 1:
+        digests = differentiable.all_gather(digest(text)).tolist()
+        if len(set(digests)) == 1:
             return
-        test = rank_test_here()
         place = call_site()
+        test = rank_test_here()
         if test is not None:
             place += f", under {test.text}"
         texts = gather_objects(f"{text} ({place})")
+    places = [f"rank {rank} is at {text_of_rank}" for rank, text_of_rank in enumerate(texts)]
     raise SyncError(
-        "processes differ: "
-        + "; ".join(f"rank {rank} is at {each}" for rank, each in enumerate(texts)),
+        f"processes differ: {'; '.join(places)}",
         why="a collective needs the same call on every process",
         fix="call it on every rank, with the same shapes and dtypes in the same order",
     )
 
 
 def _signature(x: Any) -> str:
+    """Return shapes, dtypes and containers of x as text."""
     if isinstance(x, Tensor):
-        # Compared too: the backward pass contains a collective, which hangs if only some processes run it.
-        grad = " with grad" if x.requires_grad and torch.is_grad_enabled() else ""
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{grad}"
+        text = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        # Compared, too: backward is a collective, and hangs if only some processes run it.
+        if x.requires_grad and torch.is_grad_enabled():
+            text += " with grad"
+        return text
     if isinstance(x, (bool, int, float)):
         return type(x).__name__
     if isinstance(x, dict):
-        return "{" + ", ".join(f"{key!r}: {_signature(each)}" for key, each in x.items()) + "}"
+        items = [f"{key!r}: {_signature(value)}" for key, value in x.items()]
+        return f"{{{', '.join(items)}}}"
     if isinstance(x, (list, tuple)):
-        return "(" + ", ".join(_signature(each) for each in x) + ")"
-    return f"{type(x).__name__}[{', '.join(_signature(each) for each in leaves(x))}]"
+        return f"({', '.join(map(_signature, x))})"
+    return f"{type(x).__name__}[{', '.join(map(_signature, leaves(x)))}]"
 
 
-# Collectives on a single tensor or number
+# Collectives on a leaf
+
+
+def _copy(leaf: Any) -> Any:
+    """Return what a process without others broadcasts."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    return leaf
+
+
+def _gather_alone(leaf: Any) -> Any:
+    """Return what a process without others gathers."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone()[None]
+    return [leaf]
 
 
 def _reduce_alone(leaf: Any, op: str) -> Any:
+    """Return what a process without others reduces."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
-    return (
-        float(leaf)
-        if op == "mean"
-        else (int(leaf) if op == "sum" and isinstance(leaf, bool) else leaf)
-    )
+    if op == "mean":
+        return float(leaf)
+    if op == "sum" and isinstance(leaf, bool):
+        return int(leaf)
+    return leaf
 
 
-def _reduce_number(number: float, op: str) -> Any:
-    if op == "sum" and isinstance(number, int):
-        return sum(
-            _apply(number, differentiable.all_gather)
-        )  # summed in Python: the result may exceed 64 bits
-    return _apply(
-        float(number) if op == "mean" else number,
-        lambda tensor: differentiable.all_reduce(tensor, op),
-    )
+def _reduce(leaf: Any, op: str) -> Any:
+    if isinstance(leaf, Tensor):
+        return differentiable.all_reduce(leaf, op)
+    if op == "sum" and isinstance(leaf, int):
+        # Summed in Python, because the result may exceed 64 bits.
+        return sum(_apply(leaf, differentiable.all_gather))
+    number = float(leaf) if op == "mean" else leaf
+    return _apply(number, lambda tensor: differentiable.all_reduce(tensor, op))
 
 
 def _apply(leaf: Any, collective: Callable[[Tensor], Tensor]) -> Any:
     """Run a collective on a tensor, or on a number that is converted to a tensor and back."""
     if isinstance(leaf, Tensor):
         return collective(leaf)
-    kind = (
-        torch.float64
-        if isinstance(leaf, float)
-        else torch.bool
-        if isinstance(leaf, bool)
-        else torch.int64
-    )
-    return collective(torch.tensor(leaf, dtype=kind)).tolist()
+    dtype = torch.int64
+    if isinstance(leaf, float):
+        dtype = torch.float64
+    elif isinstance(leaf, bool):  # which is an int, too
+        dtype = torch.bool
+    return collective(torch.tensor(leaf, dtype=dtype)).tolist()

@@ -42,21 +42,23 @@ class ParallelizeError(Exception):
     """
 
     def __init__(self, what: str, *, why: str, fix: str, is_secondary: bool = False) -> None:
-        self.faults: tuple[Fault, ...] = (Fault(what, why, fix),)
+        fault = Fault(what, why, fix)
+        self.faults: tuple[Fault, ...] = (fault,)
         self.is_secondary = is_secondary
-        super().__init__(str(self.faults[0]))
+        super().__init__(str(fault))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # BaseException.__reduce__ would call the class with `args` only, without the keyword-only arguments.
+        # BaseException.__reduce__ would call the class with `args` alone, which has keyword-only
+        # arguments, too.
         return _rebuild, (type(self), *self.args), vars(self)
 
 
-def _rebuild(kind: type[ParallelizeError], *args: str) -> ParallelizeError:
-    return kind.__new__(kind, *args)
+def _rebuild(error_type: type[ParallelizeError], *args: str) -> ParallelizeError:
+    return error_type.__new__(error_type, *args)
 
 
 class ConfigError(ParallelizeError, ValueError):
-    """Invalid options or environment variables; `faults` lists every fault, not only the first one."""
+    """Invalid options or environment variables; `faults` lists every fault."""
 
     @classmethod
     def of(cls, faults: Sequence[Fault]) -> ConfigError:
@@ -92,41 +94,52 @@ class WorkerError(ParallelizeError, RuntimeError):
 
 
 class SyncError(ParallelizeError, RuntimeError):
-    """Ranks disagree (as by different calls or models), or an optimizer step would make their models differ."""
+    """Ranks disagree (as by different calls), or a step would make their models differ."""
 
 
 class MissingDependencyError(ParallelizeError, ImportError):
-    """An optional package that the request needs cannot be imported; the message has the install command."""
+    """An optional package cannot be imported; the message has the command that installs it."""
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, also of a class that refuses notes, as frozen dataclasses do."""
+    """Add a note to an exception, also if its class refuses attributes, as a frozen dataclass."""
     notes = vars(error).get("__notes__")
-    vars(error)["__notes__"] = [*(notes if isinstance(notes, list) else []), text]
+    if not isinstance(notes, list):
+        notes = []
+    vars(error)["__notes__"] = [*notes, text]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the most similar known name, if any, and the list of known
-    names.
+def did_you_mean(name: str, valid_names: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the most similar valid name, if any, and all of them.
 
     Args:
         name: the unknown name; its case is ignored.
-        known: the valid names.
+        valid_names: the names that exist.
     """
-    names = {each.casefold(): repr(each) for each in sorted(known)}
-    # Of several similar names one of the same length: "dpp" is a typo of "ddp", although "dp" is more similar.
-    near = sorted(
-        difflib.get_close_matches(name.casefold(), names),
-        key=lambda each: abs(len(each) - len(name)),
-    )
-    hint = f"did you mean {names[near[0]]}? " if near else ""
-    return f"{hint}known: {', '.join(names.values()) or 'none'}"
+    shown_by_folded = {}
+    for valid_name in sorted(valid_names):
+        shown_by_folded[valid_name.casefold()] = repr(valid_name)
+
+    def difference_in_length(folded: str) -> int:
+        return abs(len(folded) - len(name))
+
+    hint = ""
+    similar = difflib.get_close_matches(name.casefold(), shown_by_folded)
+    if similar:
+        # Of several one of the same length: "dpp" is a typo of "ddp", although "dp" is more
+        # similar.
+        closest = min(similar, key=difference_in_length)
+        hint = f"did you mean {shown_by_folded[closest]}? "
+    return f"{hint}known: {', '.join(shown_by_folded.values()) or 'none'}"
 
 
 def list_ranks(ranks: Collection[int]) -> str:
     """Return ranks as text for messages: "rank 1", "ranks 1-3, 7"."""
-    known = set(ranks)
-    starts = sorted(rank for rank in known if rank - 1 not in known)
-    ends = sorted(rank for rank in known if rank + 1 not in known)
-    intervals = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-    return f"rank{'s' * (len(known) != 1)} {', '.join(intervals)}"
+    numbers = set(ranks)
+    starts = sorted(rank for rank in numbers if rank - 1 not in numbers)
+    ends = sorted(rank for rank in numbers if rank + 1 not in numbers)
+    intervals = []
+    for start, end in zip(starts, ends, strict=True):
+        intervals.append(str(start) if start == end else f"{start}-{end}")
+    word = "rank" if len(numbers) == 1 else "ranks"
+    return f"{word} {', '.join(intervals)}"

@@ -48,7 +48,7 @@ N = TypeVar("N", bound=nn.Module)
 @overload
 def parallel_model(model: M, /, **options: Any) -> ModelContext[M]: ...
 @overload
-def parallel_model(model: M, other: N, /, **options: Any) -> ModelContext[tuple[M, N]]: ...
+def parallel_model(model: M, second: N, /, **options: Any) -> ModelContext[tuple[M, N]]: ...
 @overload
 def parallel_model(
     *models: nn.Module | torch.Tensor, **options: Any
@@ -64,8 +64,9 @@ def parallel_model(
     split_rng: bool = True,
     **options: Any,
 ) -> Iterator[Any]:
-    """Run models in parallel inside a `with` block; the model objects and the way to call them stay
-    the same.
+    """Run models in parallel inside a `with` block.
+
+    The model objects, and the way to call them, stay the same.
 
         with parallel_model(model):
             for x, y in shard_loader(loader):
@@ -173,11 +174,14 @@ def parallel_model(
         session.bind(modules)
         # Last: what the entry of the block draws is drawn alike on all ranks.
         stack.enter_context(random_numbers_per_rank(run, split=split_rng))
-        yield models[0] if len(models) == 1 else models
+        if len(models) == 1:
+            yield models[0]
+        else:
+            yield models
 
 
 def _move_to_device(module: nn.Module, run: Runtime) -> None:
-    """Move a model to the device of this process, unless the backend places its parameters itself."""
+    """Move a model to the device of this process, unless the backend places its parameters."""
     is_placed_by_backend = run.config.wrap is None and run.config.backend.places_model
     if not is_placed_by_backend or isinstance(module, LeafTensor):
         module.to(run.device)
@@ -215,7 +219,9 @@ def _parse_block_options(average: Any, buffers: Any, methods: Any) -> BlockOptio
 
 def _parse_optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that `optimizers=` lists; one stands for a list of one."""
-    listed = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    listed = (optimizers,)
+    if isinstance(optimizers, Iterable):
+        listed = tuple(optimizers)
     for optimizer in listed:
         # Apex, and libraries that wrap optimizers, have classes that are no torch.optim.Optimizer.
         if not hasattr(optimizer, "param_groups"):
@@ -229,8 +235,9 @@ def _parse_optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 def _parse_methods(methods: Any) -> tuple[str, ...]:
     """Return the names that `methods=` lists; one stands for a list of one."""
-    is_list = isinstance(methods, Iterable) and not isinstance(methods, str)
-    listed = tuple(methods) if is_list else (methods,)
+    listed = (methods,)
+    if isinstance(methods, Iterable) and not isinstance(methods, str):
+        listed = tuple(methods)
     if not all(isinstance(method, str) for method in listed):
         raise ConfigError(
             f"methods={methods!r}",
@@ -245,8 +252,9 @@ def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without averaging them over ranks, for all but the last micro-batch of a
-    step.
+    """Accumulate gradients without averaging them over ranks.
+
+    It is for all but the last micro-batch of a step:
 
         for i, (x, y) in enumerate(micro_batches):
             with no_sync(model) if i < last else contextlib.nullcontext():
@@ -261,7 +269,9 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         model: a model in a `parallel_model` block; for any other model, the context does nothing.
     """
     route = route_of(model)
-    return contextlib.nullcontext() if route is None else route.owner.no_sync()
+    if route is None:
+        return contextlib.nullcontext()
+    return route.owner.no_sync()
 
 
 @contextlib.contextmanager

@@ -78,9 +78,9 @@ class Outcome:
         return self.has_exited or (isinstance(self.error, SystemExit) and not self.was_stopped)
 
     @classmethod
-    def returned(cls, world: World, value: object, **others: Any) -> Outcome:
-        """Build the outcome of a function that returned, with other attributes."""
-        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, **others)
+    def returned(cls, world: World, value: object, **attributes: Any) -> Outcome:
+        """Build the outcome of a function that returned, with these attributes."""
+        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, **attributes)
 
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:

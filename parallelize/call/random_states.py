@@ -4,8 +4,8 @@ caller ── capture ──> every rank ── begin ──> the function draws
 caller <── restore ── rank 0 <───── capture ───────────┘
 
 So the caller draws the numbers that it would draw after a plain call of the function. The states
-are plain values and bytes: on the way there a part of WorkerSetup or NodeCall, and on the way back a
-part of the Outcome.
+are plain values and bytes. On the way there they are a part of WorkerSetup or NodeCall, and on the
+way back a part of the Outcome.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ class _DeviceStates:
     """States for the generators of one type of device.
 
     Torch creates these generators when it initializes the devices, which the caller of a call may
-    never do. Until then torch keeps the function that the latest `torch.manual_seed` has queued, and
-    calls that one last. An object of this class is queued in place of such a function: so it counts
-    until the user seeds again, and the next call finds it there.
+    never do. Until then torch keeps the function that the latest `torch.manual_seed` has queued,
+    and calls that one last. An object of this class is queued in place of such a function: so it
+    counts until the user seeds again, and the next call finds it there.
 
     Args:
         device_type: torch's name of it, such as "cuda".

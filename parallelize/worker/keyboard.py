@@ -61,7 +61,7 @@ _ROOM = __name__.rpartition(".")[0] + "."
 _NAME_ERROR = re.compile(r"(NameError: name '(\w+)' is not defined.*)")
 
 
-class Activity(str, enum.Enum):
+class Activity(enum.StrEnum):
     """What a process does that has stopped at least once."""
 
     ASKS = "asks"
