@@ -36,8 +36,7 @@ from parallelize.errors import ConfigError
 from parallelize.gradients.averaging import Average
 from parallelize.plugins.base import PrecisionRequest, Session
 from parallelize.plugins.options import choice, flag
-from parallelize.run import context
-from parallelize.run.context import Runtime
+from parallelize.run.context import Runtime, active_or
 from parallelize.torch_patches.compile import exclude_package
 from parallelize.torch_patches.forward import route_of
 
@@ -157,7 +156,7 @@ def parallel_model(
         # Nothing is changed until all is checked.
         initializes = run.config.wrap is None and run.config.backend.shards_gradients
         check_models(modules, block_options.methods, accepts_meta=initializes)
-        stack.enter_context(_in_block(context.active() or run))
+        stack.enter_context(_in_block(active_or(run)))
         refuse_contradictions(run, modules, average=average, buffers=buffers)
         # The models get their devices, then their dtypes, then their engines.
         for module in modules:

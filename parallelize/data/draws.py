@@ -34,7 +34,7 @@ from torch.utils.data import Sampler
 from parallelize.agreement.plain_values import NotPlain, decoded, encoded
 from parallelize.errors import ConfigError
 from parallelize.hang_detection.from_rank_0 import ValuesOfRank0
-from parallelize.run.context import Runtime, active
+from parallelize.run.context import Runtime, active_or
 from parallelize.run.default_group import default_store
 from parallelize.run.generators import GeneratorAccess, derive_seed, global_generators
 
@@ -132,7 +132,7 @@ class Draws:
     def _values(self) -> ValuesOfRank0:
         """Return the channel of rank 0's states: that of the active block, or of the group."""
         # A loader may be made before the block in which it is iterated.
-        run = active() or self._run
+        run = active_or(self._run)
         values = run.watchdog.values_of_rank_0
         if values is None and dist.is_initialized():
             world, store = self._run.world, dist.PrefixStore("parallelize/loaders", default_store())

@@ -31,6 +31,7 @@ from parallelize.errors import ConfigError
 from parallelize.gradients.batch_weights import weighing_loop
 from parallelize.hang_detection.waiting import WaitKind, waiting_for
 from parallelize.run.context import active, is_main
+from parallelize.run.context import active_or, is_main
 from parallelize.run.loader_weights import LoaderLoop
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.forward import route_of, routed_models
@@ -162,7 +163,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
         """
         run = self._self_run
         # A loader that a module makes at its import is used in a run that begins later.
-        weights, loop = (active() or run).loader_weights, LoaderLoop()
+        weights, loop = active_or(run).loader_weights, LoaderLoop()
         has_others = run.world.world_size > 1
         with contextlib.ExitStack() as stack:
             if has_others:  # of other tails, too: a loss may use batches of two loaders
@@ -176,7 +177,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
                     self._compare_order(this_pass)
                 if has_others:
                     weights.take_batch(loop, this_pass.weight(this_pass.steps))
-                    loaders = (active() or run).loaders
+                    loaders = active_or(run).loaders
                     loaders.shared_samples = self._shared_samples(this_pass)
                 # An iterator inside of a loop over the same loader becomes the current one only
                 # with its second batch: `next(iter(loader))` is only a look.
@@ -207,7 +208,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
         Workers of an indexed loader start now, and draw the order for the batches that they fetch.
         """
         source, device, options = self._self_source, self._self_run.device, self._self_options
-        unwatched = (active() or self._self_run).loaders.unwatched
+        unwatched = active_or(self._self_run).loaders.unwatched
         with unwatched:
             batches = unwatched.batches(source.batches(this_pass))
         if options.to_device and device != torch.device("cpu"):
@@ -296,7 +297,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
         )
         # A loader that was made before the block of a script belongs to no run, and its passes to
         # that of the block.
-        run = active() or self._self_run
+        run = active_or(self._self_run)
         run.state.pending_checks.add(check)
         this_pass.checks = check, run.loaders.begin(source.batch_summary())
         is_drawn_by_torch = isinstance(this_pass.order, (range, torch.Tensor))

@@ -95,6 +95,15 @@ def active() -> Runtime | None:
     return surroundings().run
 
 
+def active_or(run: Runtime) -> Runtime:
+    """Return the active run, or another one outside of a run.
+
+    A block with options of its own has its own Runtime, and a loader that a module makes at its
+    import has one of that time. What all blocks and loaders of a run share is in the active run.
+    """
+    return active() or run
+
+
 def current() -> Runtime:
     """Return the active run.
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from parallelize.config.explain import precision_summary
 from parallelize.plugins.base import Engine
-from parallelize.run.context import Runtime, active
+from parallelize.run.context import Runtime, active_or
 from parallelize.torch_patches.module_tensors import all_parameters
 
 _log = logging.getLogger("parallelize")
@@ -75,7 +75,7 @@ class StartupSummary:
         self.is_over = True
         # A block with options of its own has its own Runtime. The line is logged once for the run
         # around all blocks.
-        state = (active() or self._run).state
+        state = active_or(self._run).state
         world = self._run.world
         if state.has_logged_summary or self._is_single() or not world.is_main:
             return
@@ -127,7 +127,7 @@ class StartupSummary:
             reason = "for the same bits at any number of processes"
             phrases.append(f"each batch in {logical} parts, {reason}")
         # Loaders belong to the run around all blocks, as in `log_once`.
-        batch_sizes = (active() or self._run).loaders.active_batch_sizes()
+        batch_sizes = active_or(self._run).loaders.active_batch_sizes()
         if batch_sizes:
             phrases.append(f"batches: {' and '.join(batch_sizes)}")
         return phrases

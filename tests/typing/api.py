@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, assert_type
 
@@ -10,7 +11,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parallelize
-from parallelize import Amp, ConfigError, DDPBackend, Job, distributed, parallel_model, shard_loader
+from parallelize import (
+    Amp,
+    ConfigError,
+    DDPBackend,
+    Job,
+    LocalLauncher,
+    distributed,
+    parallel_model,
+    shard_loader,
+)
 from parallelize.block.context import ModelContext
 
 
@@ -44,6 +54,7 @@ assert_type(train.options(gpus=4)(3), tuple[float, list[Tensor]])
 assert_type(train.options(gpus=4).options(seed=1).all_ranks(3), list[tuple[float, list[Tensor]]])
 assert_type(train.explain(), str)
 assert_type(train.__wrapped__(3), tuple[float, list[Tensor]])
+assert_type(copy.copy(train)(3), tuple[float, list[Tensor]])
 
 train("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a wrong argument is an error
 train()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # so is a missing one
@@ -61,7 +72,7 @@ train.compare(10, "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgume
 train.submit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a job takes the same arguments
 
 
-@distributed()
+@distributed(launcher=LocalLauncher(start_method="spawn", heartbeat_timeout=120.0))
 def quiet() -> None:
     """Returns nothing."""
 

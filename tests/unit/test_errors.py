@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
+import parallelize
 from parallelize.errors import (
     ConfigError,
     Fault,
@@ -96,3 +99,14 @@ def test_did_you_mean(name, names, hint):
 def test_ranks_are_listed_as_ranges(ranks, text):
     """Consecutive ranks are one range, in any order of the ranks."""
     assert list_ranks(ranks) == text
+
+
+def test_classes_that_a_text_says_to_write_can_be_imported() -> None:
+    """As `launcher=LocalLauncher(...)`, by the name of the package."""
+    sources = [path.read_text() for path in Path(parallelize.__file__).parent.rglob("*.py")]
+    written = {
+        name for text in sources for name in re.findall(r"(?:launcher|backend)=(\w+)\(|\b(Local\w+)\(\w*=", text)
+    }
+    names = {name for pair in written for name in pair if name[:1].isupper()}
+    assert "LocalLauncher" in names
+    assert names <= set(parallelize.__all__)
