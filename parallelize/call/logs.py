@@ -1,4 +1,10 @@
-"""Loggers of the caller in its workers, whose records come home to the caller's handlers."""
+"""Loggers of the caller in its workers, whose records come home to the caller's handlers.
+
+    worker    a logger of the user's ──> _Forwarder ──> a line of JSON ──> RecordFile, or ssh
+    caller    the line ──> handle_record ──> the logger of the same name, with its handlers
+
+A record is formatted, as its arguments may not be sent, and keeps its other attributes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,27 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class _LoggerSettings(NamedTuple):
+    """Settings of a logger.
+
+    Args:
+        level: its level.
+        propagates: whether its records go to the handlers of its parent.
+        is_disabled: whether it drops all records.
+        has_handlers: whether it has handlers of its own, beside those that do nothing.
+    """
+
+    level: int
+    propagates: bool
+    is_disabled: bool
+    has_handlers: bool
 
 
 @dataclass(frozen=True)
@@ -19,29 +41,23 @@ class LogSettings:
     """The loggers of a process.
 
     Args:
-        loggers: name -> level, whether it propagates, whether it is disabled, whether it has
-            handlers; "": the root.
-        formatter: of the root's first handler.
+        loggers: their settings, by name; "": the root.
+        formatter: of the root's first handler that has a plain one; None: there is none.
     """
 
-    loggers: Mapping[str, tuple[int, bool, bool, bool]]
+    loggers: Mapping[str, _LoggerSettings]
     formatter: logging.Formatter | None
 
     @classmethod
     def capture(cls) -> LogSettings:
         """Return the logging settings of this process."""
         loggers = {}
-        for name, each in _loggers().items():
-            has_handlers = any(type(h) is not logging.NullHandler for h in each.handlers)
-            loggers[name] = each.level, each.propagate, each.disabled, has_handlers
-        formatters = (each.formatter for each in logging.root.handlers)
-        # One of another class, or with a converter of its own, may not be picklable.
-        plain = (
-            each
-            for each in formatters
-            if type(each) is logging.Formatter and "converter" not in vars(each)
-        )
-        return cls(loggers, next(plain, None))
+        for name, logger in _loggers().items():
+            has_handlers = any(type(h) is not logging.NullHandler for h in logger.handlers)
+            loggers[name] = _LoggerSettings(
+                logger.level, logger.propagate, logger.disabled, has_handlers
+            )
+        return cls(loggers, _plain_formatter())
 
     def apply(self, send: Callable[[str], object] | None = None) -> None:
         """Send the records that the caller's handlers would get to the caller.
@@ -50,17 +66,22 @@ class LogSettings:
         Those that the function adds are this process's own.
 
         Args:
-            send: sends a line for `handle_records`; None: this process of a cluster's job shows the records on stderr.
+            send: sends a record as a line; None: this process of a cluster's job shows the records
+                on stderr.
         """
-        for each in _loggers().values() if send else ():
-            each.handlers.clear()
-        handler = _Forwarder(send) if send else logging.StreamHandler()  # type: ignore[arg-type]  # its queue sends
-        handler.setFormatter(None if send else self.formatter)
-        for name, (level, propagates, is_disabled, has_handlers) in self.loggers.items():
+        if send is None:
+            handler: logging.Handler = logging.StreamHandler()
+            handler.setFormatter(self.formatter)
+        else:
+            handler = _Forwarder(send)  # type: ignore[arg-type]  # its queue is a function
+            for logger in _loggers().values():
+                logger.handlers.clear()
+        for name, settings in self.loggers.items():
             logger = logging.getLogger(name)
-            logger.setLevel(level)
-            logger.propagate, logger.disabled = propagates, is_disabled
-            if has_handlers and (send or logger is logging.root):
+            logger.setLevel(settings.level)
+            logger.propagate = settings.propagates
+            logger.disabled = settings.is_disabled
+            if settings.has_handlers and (send is not None or logger is logging.root):
                 logger.addHandler(handler)
 
 
@@ -70,14 +91,26 @@ def _loggers() -> dict[str, logging.Logger]:
     return {name: logging.getLogger(name) for name in names if name.partition(".")[0] != "torch"}
 
 
+def _plain_formatter() -> logging.Formatter | None:
+    """Return the first formatter of the root's handlers that can be pickled.
+
+    A formatter of another class, or with a converter of its own, may not be picklable.
+    """
+    for handler in logging.root.handlers:
+        formatter = handler.formatter
+        if type(formatter) is logging.Formatter and "converter" not in vars(formatter):
+            return formatter
+    return None
+
+
 class _Forwarder(QueueHandler):
-    """Sends records, an object of JSON per line; attributes that JSON does not have are sent as text."""
+    """Sends records as lines of JSON; attributes that JSON does not have are sent as text."""
 
     queue: Any  # a function
     last: logging.LogRecord | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record is not self.last:  # it may come from another logger, too
+        if record is not self.last:  # it may come from a parent of its logger, too
             self.last = record
             super().emit(record)
 
@@ -85,14 +118,55 @@ class _Forwarder(QueueHandler):
         self.queue(json.dumps(vars(record), default=str, skipkeys=True) + "\n")
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line to a file; a full disk loses it."""
-    with contextlib.suppress(OSError), path.open("a") as file:
-        file.write(line)
+class RecordMark(NamedTuple):
+    """A line of a RecordFile.
+
+    Args:
+        sizes: how many bytes the rank had written to its stdout and to its stderr.
+        record: attributes of the record that it logged then; None: it wrote to the other stream.
+    """
+
+    sizes: tuple[int, int]
+    record: Mapping[str, Any] | None
+
+
+class RecordFile:
+    """A rank's file of log records, each with the place in its output where it was logged.
+
+    So the caller shows output and records in the order of time, although they come in three files.
+
+    Args:
+        path: the file.
+        streams: the files of the rank's stdout and stderr.
+    """
+
+    def __init__(self, path: Path, streams: Sequence[Path]) -> None:
+        self._path = path
+        self._streams = streams
+
+    def mark(self, record: str = "null") -> None:
+        """Append a line; a full disk loses it.
+
+        Args:
+            record: the record as JSON; "null": there is none, and output follows.
+        """
+        with contextlib.suppress(OSError):
+            out, err = (stream.stat().st_size for stream in self._streams)
+            with self._path.open("a") as file:
+                file.write(f"[[{out}, {err}], {record.strip()}]\n")
+
+
+def read_mark(line: str) -> RecordMark | None:
+    """Return what a line of a RecordFile says; None: a killed worker has not completed it."""
+    try:
+        (out, err), record = json.loads(line)
+    except ValueError:
+        return None
+    return RecordMark((out, err), record)
 
 
 def handle_records(text: str, *, prefix: str, at_least: int) -> None:
-    """Let this process's loggers handle the records in the lines of a worker's file.
+    """Let this process's loggers handle the records in the lines that a `_Forwarder` has sent.
 
     Args:
         text: complete lines.
@@ -100,16 +174,44 @@ def handle_records(text: str, *, prefix: str, at_least: int) -> None:
         at_least: lowest level of the records that are handled.
     """
     for line in text.splitlines():
-        try:
-            record = logging.makeLogRecord(json.loads(line))
-        except ValueError:  # a line that a killed worker has not completed
-            continue
-        if record.levelno >= at_least and record.levelno > logging.root.manager.disable:
-            record.msg, record.levelname = prefix + record.msg, logging.getLevelName(record.levelno)
-            try:
-                logging.getLogger(record.name).handle(record)
-            except Exception:  # noqa: BLE001 - of the user's filter or handler: the call goes on, and keeps its value
-                traceback.print_exc()
+        with contextlib.suppress(ValueError):  # a line that a killed process has not completed
+            handle_record(json.loads(line), prefix=prefix, at_least=at_least)
+
+
+def handle_record(attributes: Mapping[str, Any], *, prefix: str, at_least: int) -> None:
+    """Let this process's loggers handle a record, as `handle_records` does."""
+    record = _record(attributes)
+    if record.levelno < at_least or record.levelno <= logging.root.manager.disable:
+        return
+    record.msg = prefix + record.msg
+    try:
+        logging.getLogger(record.name).handle(record)
+    except Exception:  # noqa: BLE001 - of the user's filter or handler: the call goes on
+        traceback.print_exc()
+
+
+def text_of_record(attributes: Mapping[str, Any]) -> str:
+    """Return a record as the first of its handlers here would show it that has a formatter."""
+    record = _record(attributes)
+    for handler in _handlers_of(logging.getLogger(record.name)):
+        if handler.formatter is not None:
+            # The user's formatter may need an attribute that a filter sets, or raise anything.
+            with contextlib.suppress(Exception):
+                return handler.format(record)
+    return logging.Formatter().format(record)
+
+
+def _handlers_of(logger: logging.Logger) -> Iterator[logging.Handler]:
+    """Yield the handlers of a logger, then those of its parents."""
+    yield from logger.handlers
+    if logger.parent is not None:
+        yield from _handlers_of(logger.parent)
+
+
+def _record(attributes: Mapping[str, Any]) -> logging.LogRecord:
+    record = logging.makeLogRecord(dict(attributes))
+    record.levelname = logging.getLevelName(record.levelno)  # the caller may have named levels
+    return record
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from parallelize.data.units import Tail
 from parallelize.errors import ConfigError
 from parallelize.gradients.batch_weights import weighing_loop
 from parallelize.hang_detection.waiting import WaitKind, waiting_for
-from parallelize.run.context import active, is_main
 from parallelize.run.context import active_or, is_main
 from parallelize.run.loader_weights import LoaderLoop
 from parallelize.run.user_line import user_stacklevel

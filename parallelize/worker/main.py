@@ -41,7 +41,6 @@ leaves, the value is not lost.
 from __future__ import annotations
 
 import bdb
-import functools
 import logging
 import os
 import signal
@@ -53,7 +52,7 @@ from typing import Any
 
 import torch
 
-from parallelize.call.logs import append_line, without_log_files
+from parallelize.call.logs import RecordFile, without_log_files
 from parallelize.call.outcome import Outcome
 from parallelize.call.pickling import pickle_main_by_value, populate_main
 from parallelize.call.returned import WayBack
@@ -84,18 +83,19 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
         world: its rank, and the address of the run's store.
         files: files for its stdout and stderr; None: they stay as they are.
     """
+    record_file = None
     if files is not None:
         try:
-            redirect_output(files)
+            record_file = redirect_output(files)
         except FileNotFoundError:  # the caller has left, and its folder with it
             os._exit(1)
         forget_exit_functions()  # this process is forked from a server
     shutdown = WorkerShutdown(world, *outcome_paths(Path(setup.folder), world.rank))
     try:
-        set_up_process(setup, world)
+        set_up_process(setup, world, record_file)
         # Before the task's modules are loaded, which may import these functions by name.
         with replace_group_functions():
-            task = _load_task(setup, world, files)
+            task = _load_task(setup, world, record_file)
             _perform(task, world, shutdown, setup)
         leave()
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
@@ -120,15 +120,15 @@ def refuse_during_task_load(name: str) -> None:
         )
 
 
-def _load_task(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> Task:
+def _load_task(setup: WorkerSetup, world: World, record_file: RecordFile | None) -> Task:
     """Read the task, which imports the user's modules; `__main__` gets what the caller's has."""
     folder = Path(setup.folder)
     with without_log_files(), loading_task():
         task = Task.read(task_path(folder), device=setup.devices[world.local_rank])
-    if files is None:
+    if record_file is None:
         setup.logs.apply()
     else:
-        setup.logs.apply(functools.partial(append_line, Path(files[1]).with_suffix(".log")))
+        setup.logs.apply(record_file.mark)
     if task.not_set and world.is_main:
         text = f"not sent to the workers: {', '.join(task.not_set)}; set it in the function"
         warnings.warn(text, RuntimeWarning, stacklevel=1)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from parallelize.call.logs import RecordFile
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
 from parallelize.config.layout import RUN_ID
@@ -29,14 +30,20 @@ from parallelize.worker.setup import WorkerSetup
 _SIGNALS_OF_USERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def redirect_output(files: tuple[str, str]) -> None:
-    """Redirect stdout and stderr of this process, and of its children, to two new files."""
-    for number, path in enumerate(files, start=1):
-        with open(path, "wb") as file:  # noqa: PTH123 - a descriptor is needed
+def redirect_output(files: tuple[str, str]) -> RecordFile:
+    """Redirect stdout and stderr of this process, and of its children, to two new files.
+
+    Returns:
+        The file for log records, beside these.
+    """
+    paths = [Path(name) for name in files]
+    for number, path in enumerate(paths, start=1):
+        with path.open("wb") as file:
             os.dup2(file.fileno(), number)
+    return RecordFile(paths[0].with_suffix(".records"), paths)
 
 
-def set_up_process(setup: WorkerSetup, world: World) -> None:
+def set_up_process(setup: WorkerSetup, world: World, record_file: RecordFile | None) -> None:
     """Set up a process that a launcher has started, before the user's modules are imported."""
     sys.path[:] = setup.path
     sys.argv[:] = setup.argv
@@ -44,7 +51,7 @@ def set_up_process(setup: WorkerSetup, world: World) -> None:
     multiprocessing.set_start_method(setup.start_method, force=True)
     _set_up_variables(setup, world)
     _set_up_signals()
-    _set_up_streams(setup, world)
+    _set_up_streams(setup, world, record_file)
     linecache.cache.update(setup.sources)  # for tracebacks and debuggers
     setup.settings.apply()
     setup.random_states.begin(())  # for numbers that modules draw on import
@@ -74,8 +81,8 @@ def _set_up_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *_SIGNALS_OF_USERS))
 
 
-def _set_up_streams(setup: WorkerSetup, world: World) -> None:
-    unbuffer_output()
+def _set_up_streams(setup: WorkerSetup, world: World, record_file: RecordFile | None) -> None:
+    unbuffer_output(record_file)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(_NoInput(os.devnull)))
     faulthandler.enable()
     if setup.has_keyboard:
@@ -86,18 +93,52 @@ def _set_up_streams(setup: WorkerSetup, world: World) -> None:
         warnings.showwarning = lambda *_args, **_kwargs: None
 
 
-def unbuffer_output() -> None:
+def unbuffer_output(record_file: RecordFile | None = None) -> None:
     """Replace stdout and stderr, so that no output is lost when this process is killed.
 
     The encoding is UTF-8, whatever the locale is: the caller decodes it.
+
+    Args:
+        record_file: notes when the other stream is written to than before; None: nothing does.
     """
-    sys.stdout = _unbuffered(1)
-    sys.stderr = _unbuffered(2)
+    order = _OrderOfStreams(record_file)
+    sys.stdout = _unbuffered(_Descriptor(1, order))
+    sys.stderr = _unbuffered(_Descriptor(2, order))
 
 
-def _unbuffered(descriptor: int) -> io.TextIOWrapper:
-    raw = io.FileIO(descriptor, "wb", closefd=False)
+def _unbuffered(raw: io.FileIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+
+
+class _OrderOfStreams:
+    """Lets the caller show stdout and stderr in the order in which they were written.
+
+    Args:
+        record_file: where a change of the stream is noted.
+    """
+
+    def __init__(self, record_file: RecordFile | None) -> None:
+        self._record_file = record_file
+        self._latest = 1
+
+    def write_to(self, descriptor: int) -> None:
+        """Note that a stream is about to be written to."""
+        if descriptor != self._latest:
+            self._latest = descriptor
+            if self._record_file is not None:
+                self._record_file.mark()
+
+
+class _Descriptor(io.FileIO):
+    """A descriptor of this process, as a stream that tells of its writes."""
+
+    def __init__(self, descriptor: int, order: _OrderOfStreams) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._order = order
+
+    def write(self, content: Any, /) -> int:
+        self._order.write_to(self.fileno())
+        return super().write(content)
 
 
 class _NoInput(io.FileIO):

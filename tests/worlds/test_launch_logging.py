@@ -104,7 +104,48 @@ def test_records_reach_the_callers_handlers(run_script: Run, tmp_path: Path) -> 
     assert not any(line.endswith("NO") for line in lines)
     assert (tmp_path / "root.log").read_text().count("epoch 0\n") == 2
     (records,) = (tmp_path / "logs").glob("*/rank1.log")
-    assert "epoch 1" in records.read_text()
+    assert records.read_text().startswith("DEBUG STEP 1\nINFO EPOCH 1\nWARNING OF RANK 1\n")
+
+
+MIXED = """
+    import logging, subprocess, sys
+    from parallelize import distributed, rank
+
+    @distributed(processes=2, logs="logs", max_restarts=1)
+    def train():
+        for number in range(3):
+            print("out", number)
+            logging.getLogger("mine").info("log %d", number)
+            print("err", number, file=sys.stderr)
+            logging.getLogger("mine").debug("not sent")
+            print("out again", number)
+        subprocess.run(["echo", "of a program"])
+        if rank() == 1:
+            raise ValueError("of rank 1")
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s:%(message)s", stream=sys.stdout)
+    try:
+        train()
+    except ValueError:
+        print("ended")
+"""
+
+
+def test_a_folder_gets_a_text_file_for_each_rank(run_script: Run, tmp_path: Path) -> None:
+    """As a terminal shows it: output and records in the order of time, formatted; each attempt has a folder."""
+    lines = run_script(MIXED).stdout.splitlines()
+    once = [text.format(number) for number in range(3) for text in ("out {}", "INFO:log {}", "out again {}")]
+    assert [line for line in lines if line[:3] in {"out", "INF"}] == 2 * once
+    assert lines[-1] == "ended"
+    folders = list((tmp_path / "logs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert {path.name for path in folder.iterdir()} == {"rank0.log", "rank1.log"}
+        expected = ["out {}", "INFO:log {}", "err {}", "out again {}"]
+        for path in folder.iterdir():
+            text = path.read_text().splitlines()
+            assert text[:12] == [line.format(number) for number in range(3) for line in expected]
+            assert text[12:] == ["of a program"]
 
 
 @distributed(processes=2)

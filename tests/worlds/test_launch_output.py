@@ -47,8 +47,7 @@ def test_a_directory_gets_a_folder_per_call(tmp_path: Path, capsys: pytest.Captu
     assert len(calls) == 2
     for folder in calls:
         assert {path.name: path.read_text() for path in folder.iterdir()} == {
-            **{f"rank{number}.out": f"out of {number}\né without end {number}" for number in range(2)},
-            **{f"rank{number}.err": f"err of {number}\n" for number in range(2)},
+            f"rank{number}.log": f"out of {number}\nerr of {number}\né without end {number}" for number in range(2)
         }
 
 

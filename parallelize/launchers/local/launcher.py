@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -32,11 +32,9 @@ from parallelize.launchers.local.nodes import Nodes
 from parallelize.launchers.local.server_calls import names_training
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
 from parallelize.launchers.output import (
-    OutputTail,
-    RecordTail,
     forwarded,
     open_standard_streams,
-    rank_file,
+    outputs_of_ranks,
 )
 from parallelize.launchers.stop_signals import StopRequested, StopSignals
 from parallelize.plugins.base import Launcher
@@ -190,9 +188,9 @@ class LocalLauncher(Launcher):
             )
             for local_rank in range(size)
         ]
-        folder = Path(setup.folder, "logs") if logs in ("rank0", "all") else Path(logs, nodes.stamp)
-        folder.mkdir(parents=True, exist_ok=True)
-        with forwarded([tail for world in worlds for tail in _tails(folder, world.rank, logs)]):
+        folder = Path(setup.folder, "output")
+        ranks = [world.rank for world in worlds]
+        with forwarded(outputs_of_ranks(folder, ranks, logs, nodes.stamp)):
             what = f"starting {size} processes of {task.name}, which import torch and what this program has imported"
             with announced(what):
                 workers.start(setup, worlds, folder, task.layout.config.timeout)
@@ -224,15 +222,6 @@ class LocalLauncher(Launcher):
 def _serves_store(layout: Layout) -> bool:
     """Return whether the workers meet in a TCPStore; those of one node meet in a file, which no other user can open."""
     return layout.num_nodes > 1 or layout.config.init_connection is not None
-
-
-def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:
-    """Return what shows the output and the log records of a rank."""
-    is_shown, prefix = rank == 0 or logs == "all", f"[rank {rank}] "
-    for stream, to in (("out", sys.stdout), ("err", sys.stderr)) if is_shown else ():
-        yield OutputTail(rank_file(folder, rank, stream), to, prefix if logs == "all" else "")
-    at_least = logging.NOTSET if is_shown else logging.WARNING
-    yield RecordTail(rank_file(folder, rank, "log"), None, prefix, at_least=at_least)
 
 
 def _watched(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.launchers.output import OutputTail, forwarded, read_output
+from parallelize.call.logs import RecordFile
+from parallelize.launchers.output import OutputTail, forwarded, outputs_of_ranks, rank_file, read_output
 
 
 def forwarded_in_pieces(pieces: list[bytes], folder: Path, prefix: str = "") -> list[str]:
@@ -90,3 +93,29 @@ def test_a_worker_that_ended_before_it_wrote_has_no_output(tmp_path: Path) -> No
     (tmp_path / "rank0.out").write_text("line\n")
     assert read_output(tmp_path, 0) == ("line\n", "")
     assert read_output(tmp_path, 1) == ("", "")
+
+
+def test_output_and_records_of_a_rank_are_shown_in_the_order_of_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They come in three files, all read at once: the records say where in the output they belong."""
+    streams = [rank_file(tmp_path, 1, stream) for stream in ("out", "err")]
+    records = RecordFile(rank_file(tmp_path, 1, "records"), streams)
+    for stream in streams:
+        stream.touch()
+    for number in range(2):
+        with streams[0].open("a") as out, streams[1].open("a") as err:
+            out.write(f"out {number}\n")
+            out.flush()
+            records.mark(json.dumps({"name": "of", "msg": f"log {number}", "levelno": logging.INFO}) + "\n")
+            records.mark()
+            err.write(f"err {number}\n")
+            err.flush()
+            records.mark()
+            out.write(f"out again {number}\n")
+    (output,) = outputs_of_ranks(tmp_path, [1], str(tmp_path / "logs"), "call")
+    output.forward(is_last=True)
+    text = (tmp_path / "logs" / "call" / "rank1.log").read_text()
+    lines = ["out {}", "log {}", "err {}", "out again {}"]
+    assert text.splitlines() == [line.format(number) for number in range(2) for line in lines]
+    assert capsys.readouterr() == ("", "")
