@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -11,14 +12,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from ranks import wait_for
 
 from parallelize import LaunchError, distributed, rank
 from parallelize.launchers.local import workers
+from parallelize.launchers.local.server_calls import names_training
 
 LONG_S = 300.0
 GONE_WITHIN_S = 60.0  # on a busy machine
@@ -375,3 +379,40 @@ def test_a_killed_caller_lets_the_workers_of_its_early_server_end(tmp_path: Path
     _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN_S)
     assert not alive
     assert len(list(tmp_path.glob("finally.*"))) == 2
+
+
+def evaluates() -> int:
+    return rank()
+
+
+def steps() -> None:
+    torch.ones(1, requires_grad=True).sum().backward()
+
+
+def trains_by_another_function() -> None:
+    for _ in range(2):
+        steps()
+
+
+def trains_inside() -> None:
+    def makes_optimizer() -> None:
+        torch.optim.SGD([torch.ones(1, requires_grad=True)])
+
+    makes_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("function", "trains"),
+    [
+        (evaluates, False),
+        (steps, True),
+        (trains_by_another_function, True),
+        (trains_inside, True),
+        (wait_for, False),
+        (len, False),
+        (functools.partial(steps), False),
+    ],
+)
+def test_which_functions_are_known_to_train(function: Callable[..., object], trains: bool) -> None:
+    """Those that name what trains, or call by name a function of their module that does; others are a guess."""
+    assert names_training(function) is trains
