@@ -31,7 +31,7 @@ _SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _SOCKET_NAME = "listener-12345678"
 
 
-class WaitingFork(popen_fork.Popen):
+class _WaitingFork(popen_fork.Popen):
     """A forked worker whose number is its own until `reap`: when it has ended, it stays a zombie.
 
     multiprocessing reaps a process as soon as anybody asks for its exit code, or starts another
@@ -82,7 +82,7 @@ class ForkedWorker:
         pipe: for its `WorkerRequest`; closed once that is sent.
     """
 
-    process: WaitingFork
+    process: _WaitingFork
     pipe: Connection
 
     @classmethod
@@ -100,7 +100,7 @@ class ForkedWorker:
             target=_work, args=([*files, servers_end], workers_end)
         )
         # The class that `start` calls.
-        process._Popen = WaitingFork
+        process._Popen = _WaitingFork
         with workers_end:
             try:
                 process.start()
