@@ -371,6 +371,14 @@ OF_PYTHON = (
         test="tests/worlds/test_launch_stopping.py::test_finally_blocks_run_on_ranks_that_wait_in_compiled_code",
     ),
     Change(
+        what="handler of SIGINT in the first rank of a node, when the function has returned",
+        where="worker/share_outcome.py",
+        names=("signal.signal",),
+        why="Ctrl-C ends a rank that brings the value to its node",
+        lasts="the worker",
+        test="tests/worlds/test_nodes.py::test_ctrl_c_on_a_node_interrupts_all",
+    ),
+    Change(
         what="streams, path, arguments, threads, warnings and signals of a worker",
         where="worker/process_setup.py",
         names=(

@@ -1,4 +1,4 @@
-"""Where ranks meet: a file in the folder of a call on one node, or a TCPStore, served on one address only."""
+"""Where ranks meet: a file in the folder of a call on one node, or a TCPStore on one address."""
 
 from __future__ import annotations
 
@@ -7,32 +7,39 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from parallelize.cluster.world import Node
+
 STORE_FILE = "store"
 """Name of the file in the folder of a call in which its ranks on one node meet."""
+_REACH_TIMEOUT_S = 1.0
 
 
 def listen(address: str, port: int) -> socket.socket:
     """Listen on one address of this machine.
 
-    Exception: for a hostname that resolves to loopback on its own host (a Debian default in /etc/hosts) on every
-    interface, because nothing tells which of them the other nodes use.
+    Exception: for a hostname that resolves to loopback on its own host (a Debian default in
+    /etc/hosts) on every interface, because nothing tells which of them the other nodes use.
 
     Raises:
         OSError: the address belongs to another machine, or the port is in use.
     """
     family, *_, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    is_loopback_alias = (
-        str(target[0]).startswith("127.")
-        and not address.startswith("127.")
-        and address != "localhost"
-    )
-    return socket.create_server(
-        ("", port) if is_loopback_alias else target, family=family, backlog=socket.SOMAXCONN
-    )
+    is_name = not address.startswith("127.") and address != "localhost"
+    if is_name and str(target[0]).startswith("127."):
+        target = ("", port)
+    return socket.create_server(target, family=family, backlog=socket.SOMAXCONN)
+
+
+def free_port(address: str) -> int:
+    """Return a port on which nobody listens at an address of this machine."""
+    with listen(address, 0) as listener:
+        return int(listener.getsockname()[1])
 
 
 def serve_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Serve a TCPStore in this process on one address; by itself, TCPStore listens on every interface.
+    """Serve a TCPStore in this process on one address.
+
+    By itself, TCPStore listens on every interface.
 
     Args:
         address: an address or name of this machine.
@@ -42,7 +49,7 @@ def serve_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     Raises:
         OSError: the address belongs to another machine, or the port is in use.
 
-    Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore (master_listen_fd)
+    Source: https://docs.pytorch.org/docs/stable/distributed.html, at TCPStore (master_listen_fd)
     """
     with listen(address, port) as listener:
         return dist.TCPStore(
@@ -53,3 +60,19 @@ def serve_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )
+
+
+def join_store(node: Node, timeout: timedelta) -> dist.TCPStore:
+    """Connect to the store that node 0 serves.
+
+    Args:
+        node: has the address.
+        timeout: timeout of every wait on the store.
+
+    Raises:
+        OSError: nobody listens there yet. TCPStore would write a C++ stack to stderr about that.
+        RuntimeError: who listens there serves no store, or ends just now.
+    """
+    address = (node.master_addr, node.master_port)
+    socket.create_connection(address, _REACH_TIMEOUT_S).close()
+    return dist.TCPStore(*address, is_master=False, timeout=timeout)

@@ -1,11 +1,17 @@
-"""Base classes of launchers whose calls run on other machines, and of their jobs; a call as it is sent there."""
+"""What launchers have in common whose calls run on other machines: by ssh, Ray or Slurm.
+
+NodeCall        a call as it is sent to the machines that make it, each as a node of it
+outcomes_of     what they send back
+BatchLauncher   base class of these launchers
+BatchJob        base class of the jobs that `submit` returns
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -63,7 +69,7 @@ class NodeCall:
     def run(
         self, node: Node, send: Callable[[str], object] | None = None, *, key: str = ""
     ) -> bytes:
-        """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads.
+        """Make the call on this machine, as a node of it; return what `outcomes_of` reads.
 
         Args:
             node: this machine.
@@ -73,17 +79,14 @@ class NodeCall:
         self.settings.apply()
         self.settings.apply_default_device()
         self.logs.apply(send)
+        environ = dict(os.environ)
+        if key:
+            environ["PARALLELIZE_KEY"] = key
         try:
-            # Removed as soon as it is read: if this process is killed, the arguments are not left. Their
-            # tensors are mapped from the file, which the kernel keeps as long as that.
-            with call_folder() as folder:
-                path = folder / "call"
-                path.write_bytes(self.task)
-                task = Task.read(path, device=torch.device("cpu"))
-            task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
-            self.random_states.begin(task.layout.devices[0])  # which the launcher sends on
+            task = self._task_on_this_machine()
+            # The launcher sends them on to the workers.
+            self.random_states.begin(task.layout.devices[0])
             local = registry.find("launchers", "local")()
-            environ = {**os.environ, **({"PARALLELIZE_KEY": key} if key else {})}
             outcome = Outcome.returned(World(), local.launch(task, node=node, environ=environ))
         except BaseException as error:  # noqa: BLE001 - any error is the result of the call
             outcome = Outcome.raised(World(), error)
@@ -92,14 +95,38 @@ class NodeCall:
             outcome.write(path)
             return path.read_bytes()
 
+    def _task_on_this_machine(self) -> Task:
+        """Return the call, laid out over the devices of this machine."""
+        # The folder is removed as soon as the call is read: if this process is killed, no arguments
+        # are left. Their tensors are mapped from the file, which the kernel keeps as long as that.
+        with call_folder() as folder:
+            path = folder / "call"
+            path.write_bytes(self.task)
+            task = Task.read(path, device=torch.device("cpu"))
+        return dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
 
-def outcomes_of(result: bytes) -> list[Outcome]:
-    """Return the outcomes of a call that `NodeCall.run` has made, or raise what it has raised."""
-    outcome = Outcome.read(result)
-    if outcome.error is not None:
-        raise outcome.error
-    outcomes: list[Outcome] = outcome.value
-    return outcomes
+
+def outcomes_of(results: Iterable[bytes]) -> list[Outcome]:
+    """Return the outcomes of a call from what `NodeCall.run` has returned on its nodes.
+
+    Args:
+        results: those of the nodes that have one, in the order of the nodes.
+
+    Raises:
+        BaseException: what the call has raised. If only one node has the exception of the rank that
+            has failed first, and the others a WorkerError in its place, the exception itself.
+    """
+    first_error: BaseException | None = None
+    for result in results:
+        outcome = Outcome.read(result)
+        if outcome.error is None:
+            outcomes: list[Outcome] = outcome.value
+            return outcomes
+        if not getattr(outcome.error, "is_secondary", False):
+            raise outcome.error
+        first_error = first_error or outcome.error
+    assert first_error is not None, "a call has at least one node"
+    raise first_error
 
 
 class BatchJob(abc.ABC, Generic[R]):
@@ -128,19 +155,21 @@ class BatchJob(abc.ABC, Generic[R]):
         with folded_traceback:
             try:
                 outcomes = self._wait(timeout_s)
-            except SystemExit as exc:
+            except SystemExit as error:
                 # The function has ended the job's program, and not the one that asks for the result.
                 raise WorkerError(
-                    f"the call of job {self.id} has exited: sys.exit({exc.code!r})",
+                    f"the call of job {self.id} has exited: sys.exit({error.code!r})",
                     why="all its ranks have called sys.exit(), which ends the job",
                     fix="return a value, or raise an exception, whose reason can be shown here",
-                ) from exc
-        value: Any = [each.value for each in outcomes] if self._all_ranks else outcomes[0].value
+                ) from error
+        value: Any = outcomes[0].value
+        if self._all_ranks:
+            value = [outcome.value for outcome in outcomes]
         return value  # type: ignore[no-any-return]  # the value was pickled
 
     @abc.abstractmethod
     def _wait(self, timeout_s: float | None) -> list[Outcome]:
-        """Wait for the outcomes of all ranks, or of rank 0. Raises the same errors as `result`."""
+        """Wait for the outcomes of all ranks, or of rank 0; raise the same errors as `result`."""
 
 
 class BatchLauncher(Launcher):
@@ -163,21 +192,26 @@ class BatchLauncher(Launcher):
                 fix=f"use gpus={len(gpus)}",
             )
         if gpus == ALL_GPUS or (gpus is None and config.processes is None):
-            reason = "neither gpus= nor processes= is a number"
+            request = "neither gpus= nor processes= is a number"
+            if gpus:
+                request = gpus_text(gpus)
             raise ConfigError(
-                f"{gpus_text(gpus) if gpus else reason} with launcher={self.name!r}",
+                f"{request} with launcher={self.name!r}",
                 why="a job requests a fixed number of GPUs before its nodes are known",
                 fix="use gpus=4 (on each node), or processes=2 to run on CPUs",
             )
-        return compute_layout(config, Hardware("cuda", gpus) if gpus else Hardware())
+        hardware = Hardware()
+        if gpus:
+            hardware = Hardware("cuda", gpus)
+        return compute_layout(config, hardware)
 
     @abc.abstractmethod
     def submit(
         self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]
     ) -> list[Any]:
-        """Submit calls of one function with one layout; return one job per call, in the same order.
+        """Submit calls of one function with one layout; return a job for each, in the same order.
 
-        A job has `id`, `state`, `done()`, `cancel()` and `result()`; one of Slurm has `logs()`, too.
+        A job has `id`, `state`, `done()`, `cancel()` and `result()`; Slurm's has `logs()`, too.
 
         Args:
             tasks: the calls, at least one.

@@ -1,11 +1,12 @@
 """The Ray launcher: runs calls on a Ray cluster, with one actor per node.
 
-caller      placement group, one bundle per node     task
-              │                                        │
-node 0..n   actor ── the default launcher: a process per device, on all nodes
-              │                                        │
-caller      outcomes, or the exception of the first    output, as Ray shows that of actors
-            rank to fail; a lost node restarts the call
+    caller      a placement group, with a bundle for each node; an actor in each bundle
+      │         the call, the address of node 0, and a key
+    node 0..n   the default launcher: a process for each device, on all nodes
+      │         its output, which Ray shows as that of actors
+    caller      outcomes, or the exception of the first rank to fail
+
+If a node is lost, the call is made again, on a new placement group, as often as `max_restarts=`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, ClassVar
 
 from parallelize.call.outcome import Outcome
 from parallelize.call.task import Task
-from parallelize.cluster.store import listen
+from parallelize.cluster.store import free_port
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError, MissingDependencyError, WorkerError
 from parallelize.launchers.batch_launcher import BatchJob, BatchLauncher, NodeCall, outcomes_of
@@ -36,7 +37,8 @@ from parallelize.plugins.options import (
 )
 
 _POLL_EVERY_S = 0.1
-_STOP_TIMEOUT_S = 10.0  # for the actors of the other nodes, after the first one has returned
+_STOP_TIMEOUT_S = 10.0
+"""For the actors of the other nodes, after the first one has returned."""
 
 _log = logging.getLogger("parallelize")
 
@@ -54,18 +56,23 @@ def _runtime_env(name: str, value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RayLauncher(BatchLauncher):
-    """Runs each call on `num_nodes` nodes of a Ray cluster, with `gpus` GPUs each; `submit` does not wait for it.
+    """Runs each call on `num_nodes` nodes of a Ray cluster, with `gpus` GPUs each.
 
-    The nodes need this package, and the modules that the function imports: see `runtime_env`. A job ends with the
-    process that has submitted it; to outlive that one, submit the script itself: `ray job submit -- python train.py`.
+    `submit` does not wait for the call. The nodes need this package, and the modules that the
+    function imports: see `runtime_env`. A job ends with the process that has submitted it; to
+    outlive that one, submit the script itself: `ray job submit -- python train.py`.
 
     Args:
-        address: address of the cluster, as for ray.init: "auto" (the one that this machine belongs to) or
-            "ray://<head>:10001" (from a laptop or a notebook, also to KubeRay). A connection that exists is used.
+        address: address of the cluster, as for ray.init: "auto" (the one that this machine belongs
+            to) or "ray://<head>:10001" (from a laptop or a notebook, also to KubeRay). A connection
+            that exists is used.
         cpus_per_task: cores of each process.
-        resources: other resources of each node, as for Ray, such as {"accelerator_type:A100": 0.001}.
-        strategy: Ray's placement strategy; "STRICT_SPREAD" uses a machine per node, "PACK" as few as possible.
-        runtime_env: Ray's runtime environment of the nodes, such as {"working_dir": "."} or {"env_vars": {...}}.
+        resources: other resources of each node, as for Ray, such as
+            {"accelerator_type:A100": 0.001}.
+        strategy: Ray's placement strategy; "STRICT_SPREAD" uses a machine per node, "PACK" as few
+            as possible.
+        runtime_env: Ray's runtime environment of the nodes, such as {"working_dir": "."} or
+            {"env_vars": {...}}.
     """
 
     name = "ray"
@@ -84,8 +91,9 @@ class RayLauncher(BatchLauncher):
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
-        """Submit the call, show the states of its job until the job ends, and return the outcomes."""
-        del node, environ  # Ray chooses the nodes; runtime_env sets their variables
+        """Submit the call, show the states of its job until it ends, and return the outcomes."""
+        # Ray chooses the nodes, and runtime_env sets their variables.
+        del node, environ
         job = _RayJob(task, self, shows=True)
         try:
             return job._wait(None)
@@ -96,18 +104,27 @@ class RayLauncher(BatchLauncher):
         self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]
     ) -> list[Any]:
         """Submit the calls; each waits in Ray's queue until the cluster has the resources."""
-        del environ  # as in launch
+        # As in `launch`.
+        del environ
         if at_most is not None and at_most < len(tasks):
             raise ConfigError(
                 f"at_most={at_most} with launcher='ray'",
                 why="Ray starts each job as soon as the cluster has its resources",
-                fix="omit it, or limit the jobs by a resource of the cluster: RayLauncher(resources={'jobs': 1})",
+                fix="omit it, or limit the jobs by a resource of the cluster: "
+                "RayLauncher(resources={'jobs': 1})",
             )
         return [_RayJob(task, self) for task in tasks]
 
 
 class _RayJob(BatchJob[Any]):
-    """A call that waits for the resources of a Ray cluster, or runs there; it ends with this process.
+    """A call that waits for the resources of a Ray cluster, or runs there.
+
+    It ends with this process. A thread makes it:
+
+        PENDING ──> RUNNING ──> COMPLETED     the call has returned
+           ^           │  └───> FAILED        it has raised an exception
+           └───────────┘                      a node is lost, and a restart is left
+        PENDING, RUNNING ─────> CANCELLED
 
     Args:
         task: the call.
@@ -115,20 +132,19 @@ class _RayJob(BatchJob[Any]):
         shows: whether its states are shown.
 
     Attributes:
-        state: PENDING, while the cluster lacks the resources; RUNNING, COMPLETED, FAILED or CANCELLED.
+        state: one of these. PENDING: the cluster lacks the resources.
     """
 
     def __init__(self, task: Task, launcher: RayLauncher, *, shows: bool = False) -> None:
         super().__init__(f"{task.name}-{secrets.token_hex(3)}", all_ranks=task.all_ranks)
-        self.state, self._layout, self._launcher, self._shows = (
-            "PENDING",
-            task.layout,
-            launcher,
-            shows,
-        )
+        self.state = "PENDING"
+        self._layout = task.layout
+        self._launcher = launcher
+        self._shows = shows
         self._ray = _connected(launcher.address)
         self._call = NodeCall.of(task)
-        self._found: list[Outcome] | BaseException = []
+        self._outcomes = list[Outcome]()
+        self._error: BaseException | None = None
         self._is_cancelled = False
         self._thread = threading.Thread(target=self._run, name="parallelize-ray", daemon=True)
         self._thread.start()
@@ -148,82 +164,115 @@ class _RayJob(BatchJob[Any]):
             raise TimeoutError(
                 f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}"
             )
-        if isinstance(self._found, BaseException):
-            raise self._found
-        return self._found
+        if self._error is not None:
+            raise self._error
+        return self._outcomes
 
     def _run(self) -> None:
-        """Make the call, again after a node was lost; in a thread of its own."""
-        most = self._layout.config.max_restarts
-        for restart in range(1, most + 2):
+        """Make the call, again after a node was lost; the thread does this."""
+        max_restarts = self._layout.config.max_restarts
+        restarts = 0
+        while True:
             try:
-                self._found = self._attempt()
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for the result
-                self._found = error
-                if isinstance(error, LaunchError) and restart <= most:
-                    _log.warning("restart %d of %d after LaunchError: %s", restart, most, error)
-                    continue
-            break
-        self._show(
-            "COMPLETED"
-            if isinstance(self._found, list)
-            else "CANCELLED"
-            if self._is_cancelled
-            else "FAILED"
-        )
+                self._outcomes = self._attempt()
+            except BaseException as error:  # noqa: BLE001 - `_wait` raises it again
+                self._error = error
+            else:
+                self._show("COMPLETED")
+                return
+            if not isinstance(self._error, LaunchError) or restarts == max_restarts:
+                break
+            restarts += 1
+            _log.warning(
+                "restart %d of %d after LaunchError: %s", restarts, max_restarts, self._error
+            )
+            self._error = None
+        self._show("CANCELLED" if self._is_cancelled else "FAILED")
 
     def _attempt(self) -> list[Outcome]:
         """Run the call on actors of its own; return the outcomes, or raise what has ended it."""
-        ray, launcher, layout = self._ray, self._launcher, self._layout
-        gpus, cores = len(layout.indices), launcher.cpus_per_task * layout.local_world_size
-        bundle = {"CPU": cores, **({"GPU": gpus} if gpus else {}), **launcher.resources}
-        self._show("PENDING", f", for {layout.num_nodes} x {bundle}")
-        # By itself, Ray sets OMP_NUM_THREADS to all cores of a node, which its ranks share; and with an actor it kills
-        # the fork server, which would end the ranks.
-        variables = {
-            "OMP_NUM_THREADS": str(launcher.cpus_per_task),
-            "RAY_kill_child_processes_on_worker_exit": "false",
-            **launcher.runtime_env.get("env_vars", {}),
-        }
-        group = ray.util.placement_group([bundle] * layout.num_nodes, strategy=launcher.strategy)
-        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        kind = ray.remote(
-            num_cpus=cores,
-            num_gpus=gpus,
-            resources=dict(launcher.resources),
-            runtime_env={**launcher.runtime_env, "env_vars": variables},
-        )(_NodeActor)
-        actors = [
-            kind.options(scheduling_strategy=place(group, node)).remote()
-            for node in range(layout.num_nodes)
-        ]
+        ray = self._ray
+        bundle = self._bundle()
+        num_nodes = self._layout.num_nodes
+        self._show("PENDING", f", for {num_nodes} x {bundle}")
+        group = ray.util.placement_group([bundle] * num_nodes, strategy=self._launcher.strategy)
+        actors = self._actors(group)
         try:
-            address = actors[0].rendezvous.remote()
-            key = secrets.token_hex(16)
-            runs = [
-                each.run.remote(self._call, address, node, key) for node, each in enumerate(actors)
-            ]
-            while not ray.wait(runs, timeout=_POLL_EVERY_S)[0]:
-                if self._is_cancelled:
-                    what = f"job {self.id} was cancelled and left no result"
-                    raise WorkerError(what, why="by cancel() or Ctrl-C", fix="submit it again")
-                if ray.wait([address], timeout=0)[0]:
-                    self._show("RUNNING")
-            ended, _ = ray.wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
-            result: bytes = ray.get(ended)[
-                0
-            ]  # of all nodes it is the same, but one that is gone has none
+            results = self._results(actors)
         except ray.exceptions.RayError as error:
             raise LaunchError(
                 f"a node of job {self.id} is gone",
                 why=" ".join(str(error).split())[:500],
-                fix="see Ray's dashboard and logs; max_restarts= starts the call again on another node",
+                fix="see Ray's dashboard and logs; max_restarts= starts the call again on another "
+                "node",
             ) from None
         finally:
+            # The ranks of an actor end with it.
             for actor in actors:
-                ray.kill(actor)  # its ranks end with it
+                ray.kill(actor)
             ray.util.remove_placement_group(group)
-        return outcomes_of(result)
+        return outcomes_of(results)
+
+    def _bundle(self) -> dict[str, float]:
+        """Return what each node needs of the cluster."""
+        bundle: dict[str, float] = {"CPU": self._cores()}
+        gpus = len(self._layout.indices)
+        if gpus:
+            bundle["GPU"] = gpus
+        return {**bundle, **self._launcher.resources}
+
+    def _cores(self) -> int:
+        return self._launcher.cpus_per_task * self._layout.local_world_size
+
+    def _actors(self, group: Any) -> list[Any]:
+        """Return an actor in each bundle of a placement group."""
+        launcher = self._launcher
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        # By itself, Ray sets OMP_NUM_THREADS to all cores of a node, which its ranks share; and
+        # with an actor it kills the fork server, which would end the ranks.
+        environment = {
+            "OMP_NUM_THREADS": str(launcher.cpus_per_task),
+            "RAY_kill_child_processes_on_worker_exit": "false",
+            **launcher.runtime_env.get("env_vars", {}),
+        }
+        actor_class = self._ray.remote(
+            num_cpus=self._cores(),
+            num_gpus=len(self._layout.indices),
+            resources=dict(launcher.resources),
+            runtime_env={**launcher.runtime_env, "env_vars": environment},
+        )(_NodeActor)
+        actors = []
+        for node in range(self._layout.num_nodes):
+            placed = actor_class.options(scheduling_strategy=strategy(group, node))
+            actors.append(placed.remote())
+        return actors
+
+    def _results(self, actors: Sequence[Any]) -> list[bytes]:
+        """Make the call on the actors; return the results of those that have ended.
+
+        Raises:
+            WorkerError: the job was cancelled.
+        """
+        ray = self._ray
+        address = actors[0].rendezvous.remote()
+        # The ranks sign with this key what they send each other. Ray carries it with the call.
+        key = secrets.token_hex(16)
+        runs = []
+        for node, actor in enumerate(actors):
+            runs.append(actor.run.remote(self._call, address, node, key))
+        while not ray.wait(runs, timeout=_POLL_EVERY_S)[0]:
+            if self._is_cancelled:
+                raise WorkerError(
+                    f"job {self.id} was cancelled and left no result",
+                    why="by cancel() or Ctrl-C",
+                    fix="submit it again",
+                )
+            if ray.wait([address], timeout=0)[0]:
+                self._show("RUNNING")
+        ended, _running = ray.wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
+        # A node that is gone raises a RayError here, if it was the first to end.
+        results: list[bytes] = ray.get(ended)
+        return results
 
     def _show(self, state: str, needs: str = "") -> None:
         if self._shows and (state != self.state or needs):
@@ -239,11 +288,13 @@ class _NodeActor:
         import ray
 
         address = str(ray.util.get_node_ip_address())
-        with listen(address, 0) as free:
-            return address, int(free.getsockname()[1])
+        return address, free_port(address)
 
     def run(self, call: NodeCall, address: tuple[str, int], node: int, key: str) -> bytes:
-        """Make the call; return what `outcomes_of` reads. The nodes hear nobody who does not know the key."""
+        """Make the call; return what `outcomes_of` reads.
+
+        Values that ranks send each other are not read if they were not sent with the key.
+        """
         return call.run(Node(*address, node), key=key)
 
 
@@ -265,6 +316,7 @@ def _connected(address: str | None) -> Any:
         raise LaunchError(
             f"no Ray cluster at address={address!r}",
             why=str(exc).partition("\n")[0],
-            fix="start one, `ray start --head`, or use RayLauncher(address='ray://<head node>:10001')",
+            fix="start one, `ray start --head`, or use "
+            "RayLauncher(address='ray://<head node>:10001')",
         ) from exc
     return ray

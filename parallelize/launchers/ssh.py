@@ -1,10 +1,17 @@
-"""The SSH launcher: runs a call on hosts that `ssh` reaches, without a scheduler and without a shared disk.
+"""The SSH launcher: runs a call on hosts that `ssh` reaches, without a scheduler or a shared disk.
 
-caller     ssh gpu1, ssh gpu2, ...     versions, modules         the call       output, outcomes
-             │                             ▲    │                   │              ▲
-agent 0..n   python -m ... ────────────────┘    └───────────────────┴── NodeCall ──┘
+    agent       the program that ssh starts on a host: `python -m parallelize.launchers.ssh`
+    connection  the agent's stdin and stdout, through ssh
 
-The agents are the nodes of the call. An agent ends, with all that it has started, when its connection does.
+    caller                                    agent, on each host
+    ------                                    -------------------
+    variables, search path, modules    ──>
+                                       <──    versions, an address, the modules that it lacks
+    the call, its node and a key       ──>    NodeCall.run: the agents are the nodes of the call
+    "beat", "interrupt"                ──>
+                                       <──    output, log records, and at last the outcome
+
+An agent ends, with all that it has started, when its connection does.
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ from parallelize.call.outcome import Outcome
 from parallelize.call.pickling import pickled_by_value
 from parallelize.call.task import Task
 from parallelize.cluster.code_owner import is_user_module
-from parallelize.cluster.store import listen
+from parallelize.cluster.store import free_port
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
@@ -55,15 +62,17 @@ _HOST = re.compile(r"(?P<name>[^:\s]+)(?::(?P<gpus>\d+))?")
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=1", "ServerAliveCountMax=3")
 # Python reads variables, of which PYTHONPATH may be one, when it starts.
 _START = (
-    "import json, os, sys; os.environ.update(json.loads(open(0, 'rb', 0, closefd=False).readline())); "
+    "import json, os, sys; "
+    "os.environ.update(json.loads(open(0, 'rb', 0, closefd=False).readline())); "
     "os.execv(sys.executable, [sys.executable, '-m', 'parallelize.launchers.ssh'])"
 )
 _BEAT_EVERY_S = 1.0
-_LOST_AFTER_S = (
-    60.0  # without a beat; a caller that is stopped for less, such as a laptop's, continues
-)
-_LEAVE_GRACE_S = 10.0  # for the other agents, after the first outcome
-_END_TIMEOUT_S = 30.0  # for the workers of an agent, after its connection has ended
+_LOST_AFTER_S = 60.0
+"""Without a beat; a caller that is stopped for less, such as a laptop's, continues."""
+_LEAVE_GRACE_S = 10.0
+"""For the other agents, after the first outcome."""
+_END_TIMEOUT_S = 30.0
+"""For the workers of an agent, after its connection has ended."""
 
 _log = logging.getLogger("parallelize")
 
@@ -72,12 +81,13 @@ _log = logging.getLogger("parallelize")
 class SSHLauncher(BatchLauncher):
     """Runs each call on hosts, as nodes; `@distributed(hosts=[...])` is short for this.
 
-    `ssh <host>` must work without a password, and Python, torch and this package must be there in the same versions.
-    The call is sent through the connection; the caller's own modules, too, if a host lacks them.
+    `ssh <host>` must work without a password, and Python, torch and this package must be there in
+    the same versions. The call is sent through the connection; the caller's own modules, too, if a
+    host lacks them.
 
     Args:
-        hosts: names as for `ssh`, such as "gpu1" or "me@gpu1", the first with rank 0; "gpu1:8" uses 8 GPUs there. A
-            list, or a text with commas.
+        hosts: names as for `ssh`, such as "gpu1" or "me@gpu1", the first with rank 0; "gpu1:8" uses
+            8 GPUs there. A list, or a text with commas.
         python: path of the interpreter on the hosts; None: that of this program.
         env: environment variables of the ranks, besides those that a login on the host has.
         ssh: the command, with options, such as `("ssh", "-p", "2222")` or "ssh -p 2222".
@@ -102,22 +112,27 @@ class SSHLauncher(BatchLauncher):
         Raises:
             ConfigError: a host's name or number of GPUs is invalid, or contradicts the options.
         """
-        found = [_HOST.fullmatch(each) for each in self.hosts]
-        gpus = {each["gpus"] for each in found if each}
-        if not found or None in found or len(gpus) > 1:
+        number_of_hosts = len(self.hosts)
+        matches = list(filter(None, map(_HOST.fullmatch, self.hosts)))
+        numbers_of_gpus = {match["gpus"] for match in matches}
+        if len(matches) < number_of_hosts or len(numbers_of_gpus) != 1:
             raise ConfigError(
                 f"hosts={list(self.hosts)}",
-                why="it must name at least one host, and each with the same number of GPUs, if with any",
+                why="it must name at least one host, and each with the same number of GPUs, if "
+                "with any",
                 fix="use hosts=['gpu1:8', 'me@gpu2:8'], or hosts=['gpu1', 'gpu2'] with gpus=8",
             )
-        if config.num_nodes not in (None, len(found)):
+        if config.num_nodes not in (None, number_of_hosts):
             raise ConfigError(
-                f"num_nodes={config.num_nodes} with {len(found)} hosts",
+                f"num_nodes={config.num_nodes} with {number_of_hosts} hosts",
                 why="a host is a node",
                 fix="drop num_nodes=",
             )
-        config = config.changed(num_nodes=len(found))
-        return super().plan(config.changed(gpus=number) if (number := gpus.pop()) else config)
+        config = config.changed(num_nodes=number_of_hosts)
+        (number,) = numbers_of_gpus
+        if number:
+            config = config.changed(gpus=number)
+        return super().plan(config)
 
     def submit(
         self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]
@@ -138,21 +153,24 @@ class SSHLauncher(BatchLauncher):
             LaunchError: a host cannot be reached, or its connection has ended.
             BaseException: what the call has raised, with rank, host and traceback as notes.
         """
-        del node, environ  # hosts= names the nodes; env= has their variables
+        # hosts= names the nodes, and env= has their variables.
+        del node, environ
         with StopSignals().handled() as signals, contextlib.ExitStack() as ended:
             hosts = [ended.enter_context(_connected(name, self)) for name in self.names]
+            # All hosts are asked before the call is pickled: one that lacks a module needs it in
+            # the pickle, and one with other versions must get no call.
             lacking = set[str]()
-            for each in hosts:
-                lacking |= each.check()
+            for host in hosts:
+                lacking |= host.check()
             signals.interrupt = functools.partial(_tell_all, hosts, "interrupt")
             with pickled_by_value(lacking):
                 call = NodeCall.of(task)
-            return outcomes_of(_result(call, hosts))
+            return outcomes_of(_results(call, hosts))
 
     @property
     def names(self) -> list[str]:
         """The names of the hosts, as for `ssh`."""
-        return [each.partition(":")[0] for each in self.hosts]
+        return [host.partition(":")[0] for host in self.hosts]
 
 
 @dataclass(eq=False)
@@ -175,10 +193,10 @@ class _Host:
     words: IO[bytes]
     address: tuple[str, int] = ("", 0)
 
-    def tell(self, what: Any) -> None:
+    def tell(self, message: Any) -> None:
         """Send something to the agent; if its connection has ended, the next `hear` finds that."""
         with contextlib.suppress(OSError):
-            self.connection.send(what)
+            self.connection.send(message)
 
     def hear(self) -> Any:
         """Return what the agent says next.
@@ -190,6 +208,7 @@ class _Host:
             return self.connection.recv()
         except (EOFError, OSError):
             pass
+        # Its last words are complete when ssh has ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         self.words.seek(0)
@@ -207,80 +226,102 @@ class _Host:
             ConfigError: versions differ.
             LaunchError: the host cannot be reached.
         """
-        own = {
-            each.partition(".")[0]
-            for each, module in sys.modules.items()
-            if is_user_module(each) and module.__spec__
-        }
-        own = {
-            each for each in own & sys.modules.keys() if "remote_module_" not in each
-        }  # torch writes it
-        self.tell((str(Path.cwd()), sys.path, own))
+        self.tell((str(Path.cwd()), sys.path, _modules_of_user()))
         versions, self.address, lacking = self.hear()
-        for name, ours in _versions().items():
-            if versions[name] != ours:
+        for name, version_here in _versions().items():
+            if versions[name] != version_here:
                 raise ConfigError(
-                    f"{name} {versions[name]} on host {self.name}, and {ours} on this machine",
+                    f"{name} {versions[name]} on host {self.name}, and {version_here} on this machine",
                     why="functions and models are sent as this machine has them",
-                    fix="install the same versions, or name another interpreter: SSHLauncher(python='/path/of/python')",
+                    fix="install the same versions, or name another interpreter: "
+                    "SSHLauncher(python='/path/of/python')",
                 )
         if lacking:
-            _log.info(
-                "sent to host %s, which lacks them: %s", self.name, ", ".join(sorted(lacking))
-            )
+            names = ", ".join(sorted(lacking))
+            _log.info("sent to host %s, which lacks them: %s", self.name, names)
         return set(lacking)
+
+
+def _modules_of_user() -> set[str]:
+    """Return the top-level modules that the caller has imported from files of its own."""
+    names = set[str]()
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        # torch writes modules of this name.
+        is_generated = "remote_module_" in top
+        if top in sys.modules and not is_generated and is_user_module(name) and module.__spec__:
+            names.add(top)
+    return names
 
 
 @contextlib.contextmanager
 def _connected(name: str, launcher: SSHLauncher) -> Iterator[_Host]:
     """Start an agent on a host; end it with the block."""
     python = launcher.python or sys.executable
-    options = [f"-o{each}" for each in _OPTIONS]
+    options = [f"-o{option}" for option in _OPTIONS]
     command = [*launcher.ssh, "-T", *options, name, shlex.join([python, "-c", _START])]
-    own, given = socket.socketpair()
-    number = given.fileno()
-    with tempfile.TemporaryFile() as words, own, given:
+    caller_end, ssh_end = socket.socketpair()
+    with tempfile.TemporaryFile() as words, caller_end, ssh_end:
         try:
             # A session of its own: it gets no Ctrl-C from the terminal.
             process = subprocess.Popen(
-                command, stdin=number, stdout=number, stderr=words, start_new_session=True
+                command,
+                stdin=ssh_end.fileno(),
+                stdout=ssh_end.fileno(),
+                stderr=words,
+                start_new_session=True,
             )
         except OSError as exc:
             raise LaunchError(
                 f"no {command[0]}", why=str(exc), fix="install OpenSSH's client"
             ) from None
-        given.close()
-        with contextlib.suppress(OSError):  # if ssh has ended already, `hear` finds that
-            own.sendall(json.dumps(dict(launcher.env)).encode() + b"\n")
-        with process, Connection(own.detach()) as connection:
+        ssh_end.close()
+        # If ssh has ended already, `hear` finds that.
+        # The agent's first line are its variables, since ssh passes none on by itself.
+        with contextlib.suppress(OSError):
+            caller_end.sendall(json.dumps(dict(launcher.env)).encode() + b"\n")
+        with process, Connection(caller_end.detach()) as connection:
             yield _Host(name, python, process, connection, words)
 
 
-def _result(call: NodeCall, hosts: Sequence[_Host]) -> bytes:
-    """Make the call on the hosts, and show its output; return its result, which is the same on all of them."""
-    key, found, end = secrets.token_hex(16), dict[int, bytes](), float("inf")
-    for number, each in enumerate(hosts):
-        each.tell((call, Node(*hosts[0].address, number), key))
-    numbers: Mapping[Any, int] = {each.connection: number for number, each in enumerate(hosts)}
-    while len(found) < len(hosts) and time.monotonic() < end:
-        running = [each for each in numbers if numbers[each] not in found]
-        for ready in wait(running, _BEAT_EVERY_S):
-            what, value = hosts[numbers[ready]].hear()
-            if what == "outcome":
-                found[numbers[ready]], end = value, min(end, time.monotonic() + _LEAVE_GRACE_S)
-            elif what == "records":
-                handle_records(value, prefix="", at_least=0)
+def _results(call: NodeCall, hosts: Sequence[_Host]) -> list[bytes]:
+    """Make the call on the hosts, and show its output; return their results, in their order."""
+    # The ranks sign with this key what they send each other. It comes through ssh, which encrypts.
+    key = secrets.token_hex(16)
+    for node, host in enumerate(hosts):
+        host.tell((call, Node(*hosts[0].address, node), key))
+    # Connection -> node, for those that run. An agent whose outcome has come may end.
+    running: dict[Any, int] = {host.connection: node for node, host in enumerate(hosts)}
+    results = dict[int, bytes]()
+    end_s = float("inf")
+    while running and time.monotonic() < end_s:
+        for connection in wait(list(running), _BEAT_EVERY_S):
+            node = running[connection]
+            subject, content = hosts[node].hear()
+            if subject == "outcome":
+                results[node] = content
+                del running[connection]
+                end_s = min(end_s, time.monotonic() + _LEAVE_GRACE_S)
             else:
-                stream = getattr(sys, what)
-                stream.write(value)
-                stream.flush()
+                _show(subject, content)
+        # An agent that hears nothing for long ends: its caller is gone.
         _tell_all(hosts, "beat")
-    return found[min(found)]
+    return [results[node] for node in sorted(results)]
 
 
-def _tell_all(hosts: Sequence[_Host], what: str) -> None:
-    for each in hosts:
-        each.tell(what)
+def _show(subject: str, content: Any) -> None:
+    """Show log records, or a text of stdout or stderr."""
+    if subject == "records":
+        handle_records(content, prefix="", at_least=0)
+        return
+    stream = getattr(sys, subject)
+    stream.write(content)
+    stream.flush()
+
+
+def _tell_all(hosts: Sequence[_Host], message: str) -> None:
+    for host in hosts:
+        host.tell(message)
 
 
 # On a host
@@ -310,9 +351,8 @@ def _versions() -> dict[str, str]:
 
 def _address() -> tuple[str, int]:
     """Return the address at which the caller has reached this host, and a free port there."""
-    address = os.environ["SSH_CONNECTION"].split()[2]  # client, its port, server, its port
-    with listen(address, 0) as free:
-        return address, int(free.getsockname()[1])
+    _client, _port, address, _port_of_sshd = os.environ["SSH_CONNECTION"].split()
+    return address, free_port(address)
 
 
 def _obey(commands: Connection) -> None:
@@ -321,35 +361,37 @@ def _obey(commands: Connection) -> None:
         while commands.poll(_LOST_AFTER_S):
             if commands.recv() == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends the workers
+    # The launcher ends the workers.
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_END_TIMEOUT_S)
     os._exit(1)
 
 
 def _serve() -> None:
     """Be the agent of one call."""
-    commands, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    lock = threading.Lock()  # of the replies
+    # The connection is moved away from stdin and stdout, which the user's code may read and write.
+    commands = Connection(os.dup(0), writable=False)
+    replies = Connection(os.dup(1), readable=False)
+    lock_of_replies = threading.Lock()
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is needed
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # what is printed by others than the ranks
+    # Not the ranks' output, which comes through sys.stdout, but that of other code.
+    os.dup2(2, 1)
     folder, path, modules = commands.recv()
     with contextlib.suppress(OSError):
         os.chdir(folder)
-    sys.path += [each for each in path if each not in sys.path]
-    replies.send(
-        (
-            _versions(),
-            _address(),
-            {each for each in modules - sys.modules.keys() if find_spec(each) is None},
-        )
-    )
+    # What the caller imports from its search path is imported here, if it is there, too.
+    sys.path += [entry for entry in path if entry not in sys.path]
+    lacking = {name for name in modules - sys.modules.keys() if find_spec(name) is None}
+    replies.send((_versions(), _address(), lacking))
     call, node, key = commands.recv()
-    os.environ["PARALLELIZE_KEY"] = key
-    sys.stdout, sys.stderr = (_Stream(name, replies, lock) for name in ("stdout", "stderr"))
+    # The launcher writes what the ranks print to these.
+    sys.stdout = _Stream("stdout", replies, lock_of_replies)
+    sys.stderr = _Stream("stderr", replies, lock_of_replies)
     threading.Thread(target=_obey, args=[commands], name="parallelize-ssh", daemon=True).start()
-    outcome = call.run(node, _Stream("records", replies, lock).write)
-    with lock:
+    records = _Stream("records", replies, lock_of_replies)
+    outcome = call.run(node, records.write, key=key)
+    with lock_of_replies:
         replies.send(("outcome", outcome))
 
 

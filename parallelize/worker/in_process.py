@@ -1,4 +1,8 @@
-"""Calls in the calling process: as a rank that a launcher has started, or as the only process."""
+"""Calls that run in the calling process: as a rank, or as the only process.
+
+A rank is a process that torchrun, srun, mpirun or a pod has started; each of them calls the
+function itself. At the end of the call the ranks exchange the values, so that each can return them.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +22,50 @@ _RETURN = "the return of its value"
 
 
 def run_as_rank(task: Task, world: World) -> Any:
-    """Run a task in this process, under the rank that a launcher has assigned to this process."""
+    """Run a task in this process, as the rank that a launcher has given to it.
+
+    Returns:
+        Rank 0's value, or the values of all ranks if the task wants them: the same on every rank.
+    """
     devices = task.layout.devices[world.local_rank]
-    with restoring_caller(task.layout.config, devices), active_run(task.layout, world):
+    with (
+        restoring_caller(task.layout.config, devices),
+        active_run(task.layout, world),
+    ):
         value = call_function(task)
-        return gather_values(value) if task.all_ranks else _broadcast_value(value)
+        if task.all_ranks:
+            return gather_values(value)
+        return _broadcast_value(value)
 
 
-def _broadcast_value(value: object) -> Any:
-    with waiting_for(_RETURN):
-        return broadcast_object(value, device=current().device, dump=_pickled, load=_unpickled)
+def run_in_this_process(task: Task) -> Any:
+    """Run a task of one device in the calling process, so that debuggers and profilers work."""
+    devices = task.layout.devices[0]
+    with (
+        restoring_caller(task.layout.config, devices),
+        active_run(task.layout, World()),
+    ):
+        value = call_function(task)
+    if task.all_ranks:
+        return [value]
+    return value
 
 
 def gather_values(value: object) -> list[Any]:
-    """Return the values of all ranks, in rank order, on every rank; CUDA tensors come to this rank's device."""
+    """Return the values of all ranks, in rank order, on every rank.
+
+    Tensors on a GPU come to the GPU of this rank.
+    """
+    device = current().device
     with waiting_for(_RETURN):
-        return gather_objects(value, device=current().device, dump=_pickled, load=_unpickled)
+        return gather_objects(value, device=device, dump=_pickled, load=_unpickled)
+
+
+def _broadcast_value(value: object) -> Any:
+    """Return rank 0's value, on every rank."""
+    device = current().device
+    with waiting_for(_RETURN):
+        return broadcast_object(value, device=device, dump=_pickled, load=_unpickled)
 
 
 def _pickled(value: object) -> bytes:
@@ -42,13 +74,3 @@ def _pickled(value: object) -> bytes:
 
 def _unpickled(content: bytes) -> Any:
     return Outcome.read(content, device=current().device).value
-
-
-def run_in_this_process(task: Task) -> Any:
-    """Run a single-device task in the calling process, so that debuggers and profilers work."""
-    with (
-        restoring_caller(task.layout.config, task.layout.devices[0]),
-        active_run(task.layout, World()),
-    ):
-        value = call_function(task)
-    return [value] if task.all_ranks else value

@@ -14,6 +14,8 @@
       │
     disconnect    the run ends, and with it the process group
       │
+    share         with several nodes: rank 0's outcome goes to each       share_outcome.py
+      │
     leave         threads and executors of the function end             leaving.py
 
 What ends a worker earlier:
@@ -67,6 +69,7 @@ from parallelize.worker.keyboard import inspect_error
 from parallelize.worker.leaving import forget_exit_functions, leave
 from parallelize.worker.process_setup import redirect_output, set_up_process
 from parallelize.worker.setup import WorkerSetup, outcome_paths, task_path
+from parallelize.worker.share_outcome import share_outcome
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown
 
 _log = logging.getLogger("parallelize")
@@ -141,7 +144,7 @@ def _load_task(setup: WorkerSetup, world: World, record_file: RecordFile | None)
 
 
 def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSetup) -> None:
-    """Connect, run the function, write the outcome and disconnect."""
+    """Connect, run the function, write the outcome, disconnect, and share it with other nodes."""
     way_back = WayBack(task, world)
     rendezvous = setup.rendezvous(world.rank)
     with active_run(
@@ -167,15 +170,17 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
                 devices=runtime.devices,
                 has_evaluated=runtime.loaders.has_evaluated,
             )
-            _write(outcome, shutdown.path)
+            _write(outcome, setup.outcome_path(world))
             # The caller has the value: from here on, SIGTERM ends a process that leaves at once.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.raised is not None:  # the group may be interrupted, and cannot be destroyed
+                share_outcome(task, world, Path(setup.folder))
                 os._exit(0)
         except BaseException as error:  # noqa: BLE001 - before the process group is destroyed
             if setup.has_keyboard and _is_inspected(error):
                 inspect_error(error)
             shutdown.fail(runtime.watchdog.explain(error))
+    share_outcome(task, world, Path(setup.folder))
 
 
 def _watchdog(task: Task, shutdown: WorkerShutdown, setup: WorkerSetup) -> Watchdog:

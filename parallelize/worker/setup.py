@@ -23,8 +23,10 @@ from parallelize.call.logs import LogSettings
 from parallelize.call.random_states import RandomStates
 from parallelize.call.settings import Settings, absolute_search_path
 from parallelize.cluster.store import STORE_FILE
+from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.run.rendezvous import Rendezvous
+from parallelize.worker.share_outcome import held_path, outcome_path
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class WorkerSetup:
         has_file_store: whether the ranks, all on this node, meet in a file in the folder, and not
             in a TCPStore.
         has_keyboard: whether the caller gives its keyboard to debuggers.
+        shares_outcome: whether each node has a launcher, which needs rank 0's outcome.
     """
 
     folder: str
@@ -66,6 +69,7 @@ class WorkerSetup:
     key: bytes | None = None
     has_file_store: bool = False
     has_keyboard: bool = False
+    shares_outcome: bool = False
 
     @classmethod
     def capture(cls, layout: Layout, *, folder: str, environ: Mapping[str, str]) -> WorkerSetup:
@@ -99,6 +103,13 @@ class WorkerSetup:
         link.symlink_to(STORE_FILE)
         return Rendezvous(self.key, link)
 
+    def outcome_path(self, world: World) -> Path:
+        """Return where a rank writes its outcome: that of a leader is held until it is shared."""
+        folder = Path(self.folder)
+        if self.shares_outcome and world.local_rank == 0:
+            return held_path(folder)
+        return outcome_path(folder, world.rank)
+
 
 def task_path(folder: Path) -> Path:
     """Return the path of the task file in a run's folder."""
@@ -107,7 +118,7 @@ def task_path(folder: Path) -> Path:
 
 def outcome_paths(folder: Path, rank: int) -> tuple[Path, Path]:
     """Return the paths of a rank's outcome file: if the function returns, and if it fails."""
-    return folder / f"outcome.{rank}", folder / f"error.{rank}"
+    return outcome_path(folder, rank), folder / f"error.{rank}"
 
 
 def _sources_without_file() -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""What must be the same on all nodes of a call: the function, and arguments that JSON has."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import inspect
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from parallelize.call.task import Task
+from parallelize.errors import ConfigError, LaunchError
+from parallelize.launchers.local.one_node import new_stamp
+
+_SHOWN_CHARACTERS = 80
+
+
+class Request(NamedTuple):
+    """What a node says of its call.
+
+    Args:
+        host: name of the node's host.
+        stamp: a name for the call, by its time. All nodes use node 0's.
+        parts: for each part of the call, by name, a digest of its text, and the text's beginning.
+    """
+
+    host: str
+    stamp: str
+    parts: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, task: Task, key: str) -> Request:
+        """Return the request of a call.
+
+        Args:
+            task: the call.
+            key: the secret of the nodes; "": they have none.
+        """
+        parts = dict[str, list[str]]()
+        for name, text in _texts_of(task):
+            digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+            parts[name] = [digest, text[:_SHOWN_CHARACTERS]]
+        # Nobody can guess the key by this, if it is one of `openssl rand -hex 32`.
+        digest = hmac.digest(key.encode(), b"parallelize: nodes of a call", "sha256").hex()
+        parts["PARALLELIZE_KEY"] = [digest, f"one whose digest begins with {digest[:6]}"]
+        if not key:
+            parts["PARALLELIZE_KEY"][1] = "not set"
+        return cls(socket.gethostname(), new_stamp(), parts)
+
+    @classmethod
+    def of_json(cls, value: Any) -> Request:
+        """Return the request that another node has sent.
+
+        Raises:
+            ValueError: it is none.
+            TypeError: the same.
+        """
+        host, stamp, parts = value
+        texts = [host, stamp, *parts]
+        for digest, text in parts.values():
+            texts += [digest, text]
+        if set(map(type, texts)) != {str}:
+            raise ValueError("a request of a node has other values than texts")
+        return cls(host, stamp, parts)
+
+
+def _texts_of(task: Task) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a call that can be compared, by name."""
+    layout = task.layout
+    nodes = f"{layout.num_nodes} nodes x {layout.local_world_size} processes"
+    yield "the call", f"{task.name}, {nodes}"
+    # A function of a notebook has no source, nor has a callable that is no function.
+    with contextlib.suppress(OSError, TypeError):
+        yield "the source of the function", inspect.getsource(inspect.unwrap(task.function))
+    for name, value in (*enumerate(task.args), *task.kwargs.items()):
+        # The value is none that JSON has.
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            yield f"argument {name!r}", json.dumps(value)
+
+
+def require_equal(requests: Mapping[int, Request]) -> None:
+    """Require that all nodes make the same call.
+
+    Args:
+        requests: the requests, by node.
+
+    Raises:
+        ConfigError: a part of the call differs.
+    """
+    names = dict[str, None]()
+    for request in requests.values():
+        names.update(dict.fromkeys(request.parts))
+    for name in names:
+        _require_equal_part(name, requests)
+
+
+def _require_equal_part(name: str, requests: Mapping[int, Request]) -> None:
+    digests = set[str]()
+    shown = []
+    for node, request in sorted(requests.items()):
+        digest, text = request.parts.get(name, ["", "none"])
+        digests.add(digest)
+        shown.append(f"node {node} ({request.host}): {text}")
+    if len(digests) > 1:
+        raise ConfigError(
+            f"{name} differs between the nodes",
+            why="; ".join(shown),
+            fix="start the same script with the same options on every node; draw random values in "
+            "the function, or with a seed",
+        )
+
+
+def absent_error(present: Mapping[int, Request], num_nodes: int, timeout: timedelta) -> LaunchError:
+    """Return the error for nodes that have not joined in time.
+
+    Args:
+        present: the requests of the nodes that have joined.
+        num_nodes: number of nodes of the call.
+        timeout: how long was waited.
+    """
+    hosts = []
+    missing = []
+    for node in range(num_nodes):
+        if node in present:
+            hosts.append(f"node {node} from {present[node].host}")
+        else:
+            missing.append(str(node))
+    return LaunchError(
+        f"{len(hosts)} of {num_nodes} nodes joined within {timeout.total_seconds():g} s: "
+        f"{', '.join(hosts)}",
+        why=f"node {', '.join(missing)} is missing: it was not started, or its call has failed, or "
+        "it cannot reach MASTER_ADDR:MASTER_PORT",
+        fix="start the script on every node, or correct num_nodes; timeout= allows more time",
+    )
