@@ -32,9 +32,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overlo
 
 import wrapt
 
-from parallelize.call.pickling import is_importable
+from parallelize.call.importable import is_importable
 from parallelize.call.returned import bring_back
-from parallelize.call.task import Task, name_of
+from parallelize.call.task import Call, Task, name_of
 from parallelize.call.tracebacks import folded_traceback
 from parallelize.cluster.devices import Hardware, probe
 from parallelize.cluster.environment import detect
@@ -259,7 +259,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         refuse_during_task_load(self._name)
         layout = place(self._self_config.merged(os.environ), probe(), os.environ)
         launch = functools.partial(_worker_launcher(layout).launch, node=None, environ=os.environ)
-        return compare_runs(self._task(args, kwargs, layout), steps=steps, launch=launch)
+        return compare_runs(self._call(args, kwargs, layout), steps=steps, launch=launch)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> DistributedFunction[P, R]: ...
@@ -279,18 +279,19 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         """Return this function itself, as a copy of a plain function does."""
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle this function like a plain one: by its name, if this leads to it.
-
-        Args:
-            protocol: of the pickle. None for a worker, which has no `__main__` of this program, and
-                imports modules anew: it gets a function by its name only if it can import that.
-        """
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Pickle this function like a plain one: by its name, if this leads to it."""
         module = sys.modules.get(self.__module__)
-        has_readers_name = module is not None and (protocol is not None or is_importable(module))
         name = (self.__module__, self.__qualname__)
-        if has_readers_name and self._is_equal_to(_resolve(*name)):
+        if module is not None and self._is_equal_to(_resolve(*name)):
             return _resolve, name
+        return DistributedFunction, (self.__wrapped__, self._self_config)
+
+    def reduce_for_worker(self) -> tuple[Any, ...]:
+        """Return how a call pickles it: by its name only if a worker can import the module."""
+        if is_importable(sys.modules.get(self.__module__)):
+            reduction: tuple[Any, ...] = self.__reduce_ex__(None)
+            return reduction
         return DistributedFunction, (self.__wrapped__, self._self_config)
 
     def _is_equal_to(self, candidate: Any) -> bool:
@@ -320,14 +321,14 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             return launcher.plan(config), launcher
         return place(config, hardware or probe(), os.environ), None
 
-    def _task(
+    def _call(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         layout: Layout,
         *,
         all_ranks: bool = False,
-    ) -> Task:
+    ) -> Call:
         """Return the call of this function with these arguments.
 
         A bound method is split into its function, which a worker can import by name, and its
@@ -337,7 +338,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         if isinstance(function, types.MethodType):
             args = (function.__self__, *args)
             function = function.__func__
-        return Task(function, args, kwargs, layout, all_ranks)
+        return Call(function, args, kwargs, layout, all_ranks)
 
     def _jobs(self, calls: Sequence[tuple[Any, Any]]) -> tuple[BatchLauncher, list[Task]]:
         """Return the queue, and the tasks of the jobs.
@@ -357,7 +358,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         layout = queue.plan(config)
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=4)
-        return queue, [self._task(args, kwargs, layout) for args, kwargs in calls]
+        return queue, [Task.of(self._call(args, kwargs, layout)) for args, kwargs in calls]
 
     def _submit(
         self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None
@@ -379,15 +380,15 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         layout, queue = self._plan()
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=3)
-        task = self._task(args, kwargs, layout, all_ranks=all_ranks)
+        call = self._call(args, kwargs, layout, all_ranks=all_ranks)
         if queue is not None:
-            return _launch(task, by=queue)
+            return _launch(call, by=queue)
         with handle_stop_signals():
             if layout.world is not None:
-                return run_as_rank(task, layout.world)
+                return run_as_rank(call, layout.world)
             if layout.world_size == 1:
-                return run_in_this_process(task)
-            return _launch(task, by=_worker_launcher(layout), node=layout.node)
+                return run_in_this_process(call)
+            return _launch(call, by=_worker_launcher(layout), node=layout.node)
 
     def _run_inside(
         self, run: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], *, all_ranks: bool
@@ -477,8 +478,8 @@ def _worker_launcher(layout: Layout) -> Launcher:
     return local
 
 
-def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
-    """Run a task in new processes; what they have left comes back to the caller.
+def _launch(call: Call, *, by: Launcher, node: Node | None = None) -> Any:
+    """Make a call in new processes; what they have left comes back to the caller.
 
     Returns:
         Rank 0's value, or the list of all ranks' values.
@@ -489,6 +490,7 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
             "the program again",
             stacklevel=4,
         )
+    task = Task.of(call)
     outcomes = by.launch(task, node=node, environ=os.environ)
     for problem in bring_back(task, outcomes):
         warnings.warn(problem, stacklevel=4)

@@ -316,7 +316,7 @@ OF_TORCH = (
 OF_PYTHON = (
     Change(
         what="`multiprocessing.reduction.dump`",
-        where="call/pickling.py",
+        where="call/main_module.py",
         names=("multiprocessing.reduction.ForkingPickler.reducer_override", "multiprocessing.reduction.dump"),
         why="a loader's spawned worker does not find classes of the user's `__main__`",
         lasts="the worker",

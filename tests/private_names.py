@@ -231,6 +231,12 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "_extract_code_globals": ("find the variables that a function mentions", "calls fail"),
     },
+    "threading.Condition": {
+        "_lock": (
+            "send a Condition with the lock that it shares with other objects",
+            "a Condition of a script is refused",
+        ),
+    },
     "logging.FileHandler": {
         "_open": ("keep imports in a worker from truncating the caller's log files", "calls fail"),
     },

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize import distributed
-from parallelize.call.task import Task
+from parallelize.call.task import Call, Task
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import Node
@@ -182,7 +182,7 @@ def requests_per_s(ranks: Sequence[Rank], seconds: float) -> float:
 def failure(num_nodes: int) -> dict[str, float]:
     """Let a node fail; return the time until every node has all reports."""
     config = Config.parse(processes=RANKS_PER_NODE, num_nodes=num_nodes, timeout=TIMEOUT)
-    task = Task(failure, (), {}, compute_layout(config, Hardware()))
+    task = Task.of(Call(failure, (), {}, compute_layout(config, Hardware())))
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
 

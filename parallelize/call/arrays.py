@@ -3,8 +3,8 @@
     array in memory   a tensor over its elements, which torch.save writes beside the pickle
     memmap of a file  the path of the file, for a reader on this machine
 
-The reader maps both copy-on-write or as the memmap was opened: a page costs memory in a process only
-after that process has written to it.
+The reader maps both copy-on-write or as the memmap was opened: a page costs memory in a process
+only after that process has written to it.
 
     elements  the memory of an array, in one dimension and in the order in which it lies there
     root      the memmap that has opened a file; views and slices of it lie in the root's memory
@@ -58,7 +58,7 @@ def bytes_of(item: Any) -> int:
 
 
 def has_plain_elements(item: object) -> bool:
-    """Whether an object is an array whose elements refer to no objects, and pickled as NumPy does."""
+    """Whether an object is an array without references to objects, and pickled as NumPy does."""
     if not is_a(item, np.ndarray) or item.dtype.hasobject:
         return False
     array_type = type(item)
@@ -79,7 +79,7 @@ class _Layout:
         shape: elements by axis.
         strides: bytes from an element to the next one, by axis.
         is_writable: whether it may be written to.
-        offset: bytes from the begin of the memory to the first element.
+        offset: bytes from the start of the memory to the first element.
     """
 
     array_type: type[_Array]
@@ -217,7 +217,7 @@ def is_in_file(array: _Array) -> bool:
 
 
 def _root_of(array: _Array) -> _Memmap | None:
-    """Return the memmap that has opened the file that an array is a part of; None: it has no file."""
+    """Return the memmap that has opened the file of an array; None: the array has no file."""
     owner: Any = array
     while is_a(owner, np.ndarray):
         if type(owner) is np.memmap and is_a(owner.base, mmap.mmap):
@@ -227,7 +227,7 @@ def _root_of(array: _Array) -> _Memmap | None:
 
 
 def reduce_memmap(array: Any, mappings: Mappings) -> _Reduced | None:
-    """Return how an array of a file is pickled for this machine: by the file's path; None: by value.
+    """Return how an array of a file is pickled for this machine: by its path; None: by value.
 
     Views are pickled as such: those of one memmap are views of one memmap in the reader, too.
     """

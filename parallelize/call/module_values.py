@@ -1,11 +1,16 @@
 """Values of the user's modules that travel with a call.
 
-A worker imports modules anew, so it would have the values of the import: not `config.lr = 0.1`, nor
-a table that the program has filled. So the variables of the user's modules that the call's functions
-mention are pickled with the call: objects that arguments and variables share are shared in the
-worker, too. Left to each process: what the import takes from the rank, and data with a leading
-underscore, which says what the module itself has set up in its process. A function is set where the
-worker has imported another one.
+A worker imports modules anew, so it would have the values of the import: not `config.lr = 0.1`,
+nor a table that the program has filled. So the variables of the user's modules that the call's
+functions mention are pickled with the call: objects that arguments and variables share are shared
+in the worker, too. Left to each process: what the import takes from the rank, and data with a
+leading underscore, which says what the module itself has set up in its process. A function is set
+where the worker has imported another one.
+
+    owner       the module, class or function that has a variable
+    reach       code reaches the variables that it mentions, and those of the code in their values
+    stateful    a value whose state comes back from the call, as a model's: it is sent at any size
+    unsendable  a value that cannot be pickled or is large: a worker keeps what the import has made
 """
 
 from __future__ import annotations
@@ -18,14 +23,17 @@ import re
 import sys
 import types
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallelize.call.pickling import Trial, is_found, is_importable
+from parallelize.call.importable import is_importable, leads_to
+from parallelize.call.pickler import Trial
 from parallelize.call.reachable import (
     CODE,
     PROXY,
+    Variable,
     is_a,
     is_stateful,
     namespace,
@@ -47,45 +55,56 @@ _OF_RANK = {
 }
 
 
+class _Unsendable(NamedTuple):
+    """A variable whose value cannot be pickled, or is too large.
+
+    Args:
+        owner: the module, class or function that has it.
+        name: its name.
+        type_name: name of the value's type.
+    """
+
+    owner: Any
+    name: str
+    type_name: str
+
+
 @dataclass(frozen=True)
 class ModuleValues:
     """Values of variables of importable modules, and of their classes and functions.
 
-    They are found when they are pickled, after the call.
-
-    Attributes:
-        code: functions and classes of the call, whose variables are sent.
-        values: module, class or function -> name and value of each variable that is sent.
-        unsendable: the same of those that cannot be pickled or are too large, with their type.
+    Args:
+        values: the variables that are sent.
+        unsendable: those that cannot be sent.
     """
 
-    code: list[Any] = field(default_factory=list)
-    values: list[tuple[Any, str, Any]] = field(default_factory=list)
-    unsendable: list[tuple[Any, str, str]] = field(default_factory=list)
+    values: tuple[Variable, ...] = ()
+    unsendable: tuple[_Unsendable, ...] = ()
 
-    def __reduce__(self) -> Any:
+    @classmethod
+    def of(cls, code: Sequence[Any]) -> ModuleValues:
+        """Find the variables that code reaches, and which of them are to be sent.
+
+        Args:
+            code: functions and classes. Code that their variables contain is searched, too.
+        """
+        # Many variables have one home, and a look for a module in the folders of sys.path is slow.
         imports = functools.cache(lambda name: is_importable(sys.modules.get(name)))
-        reached, seen = list(self.code), dict[Any, object]()
-        for each in reached:
-            code = each.__wrapped__ if is_a(each, PROXY) else each
-            if id(code) in seen or not is_user_module(getattr(code, "__module__", None)):
+        values: list[Variable] = []
+        unsendable: list[_Unsendable] = []
+        for variable, trial in _reached_variables(code):
+            owner, name, value = variable
+            if owner is None or not (imports(_home(owner)) and _is_sent(owner, name, value)):
                 continue
-            seen[id(code)] = code
-            for owner, name, value in variables_of(code):
-                if owner is not None and (id(owner), name) in seen:
-                    continue
-                seen[id(owner), name] = owner
-                is_state = is_stateful(value)
-                trial = Trial(value, at_most=math.inf if is_state else _MAX_BYTES)
-                reached += trial.code
-                if owner is None or not (imports(_home(owner)) and _is_sent(owner, name, value)):
-                    continue
-                is_known = is_state or is_a(value, CODE) or all(map(_is_imported, trial.code))
-                if is_known and trial.error is None:
-                    self.values.append((owner, name, value))
-                else:
-                    self.unsendable.append((owner, name, type(value).__name__))
-        return ModuleValues, ([], self.values, self.unsendable)
+            # A worker must have, or import, the classes of a value before it can build the value.
+            can_be_built = (
+                is_stateful(value) or is_a(value, CODE) or all(map(_is_imported, trial.code))
+            )
+            if can_be_built and trial.error is None:
+                values.append(variable)
+            else:
+                unsendable.append(_Unsendable(owner, name, type(value).__name__))
+        return cls(tuple(values), tuple(unsendable))
 
     def install(self) -> list[str]:
         """Write the values into the modules.
@@ -96,22 +115,53 @@ class ModuleValues:
         problems = []
         for owner, name, value in self.values:
             try:
-                mine = getattr(owner, name, None)
+                imported = getattr(owner, name, None)
                 # Not a member of an enumeration, nor what a decorator has returned on import.
-                if _identity(value) != _identity(mine):
+                if _identity(value) != _identity(imported):
                     setattr(owner, name, value)
-                    _share(mine, value)
+                    _share(imported, value)
             except Exception as exc:  # noqa: BLE001 - a user's property may raise anything
                 problems.append(f"{_shown(owner, name)} ({type(exc).__name__})")
-        for owner, name, kind in self.unsendable:
-            mine = namespace(owner).get(name)
-            if mine is None or is_stateful(mine):
-                problems.append(f"{_shown(owner, name)} ({kind})")
+        for owner, name, type_name in self.unsendable:
+            imported = namespace(owner).get(name)
+            if imported is None or is_stateful(imported):
+                problems.append(f"{_shown(owner, name)} ({type_name})")
         return problems
 
     def current(self) -> dict[str, object]:
-        """Return what the variables of the user's modules have now, by name as shown to the user."""
-        return {_shown(owner, name): getattr(owner, name, None) for owner, name, _ in self.values}
+        """Return what the variables have now, by name as shown to the user."""
+        values = {}
+        for owner, name, _ in self.values:
+            values[_shown(owner, name)] = getattr(owner, name, None)
+        return values
+
+
+def _reached_variables(code: Sequence[Any]) -> Iterator[tuple[Variable, Trial]]:
+    """Yield each variable of the user's that code reaches, once, with a trial of its value."""
+    pending = list(code)
+    # Kept alive, so that no other object gets their ids.
+    searched: dict[int, object] = {}
+    owners_by_variable: dict[tuple[int, str], object] = {}
+    for function_or_class in pending:
+        inner = function_or_class
+        if is_a(function_or_class, PROXY):
+            inner = function_or_class.__wrapped__
+        if id(inner) in searched or not is_user_module(getattr(inner, "__module__", None)):
+            continue
+        searched[id(inner)] = inner
+        for variable in variables_of(inner):
+            key = (id(variable.owner), variable.name)
+            if variable.owner is not None and key in owners_by_variable:
+                continue
+            owners_by_variable[key] = variable.owner
+            at_most = math.inf if is_stateful(variable.value) else _MAX_BYTES
+            trial = Trial(variable.value, at_most=at_most)
+            # Code that the value contains is searched after the code that is pending.
+            pending += trial.code
+            yield variable, trial
+
+
+# Owners and values
 
 
 def _home(owner: Any) -> str:
@@ -120,6 +170,7 @@ def _home(owner: Any) -> str:
 
 
 def _shown(owner: Any, name: str) -> str:
+    """Return a variable's path as warnings show it: "config.Options.lr"."""
     parts = [_home(owner), getattr(owner, "__qualname__", ""), name]
     return ".".join(filter(None, parts))
 
@@ -131,14 +182,14 @@ def _identity(value: Any) -> Any:
 
 def _is_imported(code: Any) -> bool:
     """Whether a worker finds a function or class where the caller has it."""
-    return code.__module__ == "__main__" or is_found(code, f"{code.__module__}:{code.__qualname__}")
+    return code.__module__ == "__main__" or leads_to(f"{code.__module__}:{code.__qualname__}", code)
 
 
-def _share(mine: Any, value: Any) -> None:
+def _share(imported: Any, value: Any) -> None:
     """Give the object that the import has made the contents of `value`: others may refer to it."""
-    if type(mine) is not type(value) or is_a(value, CODE):
+    if type(imported) is not type(value) or is_a(value, CODE):
         return
-    pairs: Any = ((mine, value), (namespace(mine), namespace(value)))
+    pairs: Any = ((imported, value), (namespace(imported), namespace(value)))
     for old, new in pairs:
         if is_a(new, dict):
             items = dict(new)
@@ -150,20 +201,20 @@ def _share(mine: Any, value: Any) -> None:
 
 def _is_sent(owner: Any, name: str, value: Any) -> bool:
     """Whether the caller's value counts: it may be what the import makes, or the process's own."""
-    kind = type(value)
+    value_type = type(value)
     if is_a(value, (PROXY, types.ModuleType)) or (is_a(owner, type) and not _is_imported(owner)):
         return False
     if is_a(value, CODE):
-        is_sendable = kind is types.FunctionType or _is_imported(value)
+        is_sendable = value_type is types.FunctionType or _is_imported(value)
         return is_sendable and is_user_module(value.__module__)
-    is_private = name.startswith("_") and not name.startswith("__") and not is_stateful(value)
+    if name.startswith("_") and not name.startswith("__") and not is_stateful(value):
+        return False
     is_of_rank = name in _set_from_rank(_file(sys.modules[_home(owner)]))
     return not (
-        is_private
-        or (is_of_rank and not hasattr(kind, "state_dict"))
-        or kind is object  # which is compared by `is`
+        (is_of_rank and not hasattr(value_type, "state_dict"))
+        or value_type is object  # which is compared by `is`
         # As a manager's proxy, or sys.version_info, which a worker cannot unpickle.
-        or kind.__module__.partition(".")[0] in ("multiprocessing", "sys")
+        or value_type.__module__.partition(".")[0] in ("multiprocessing", "sys")
     )
 
 
@@ -171,13 +222,14 @@ def _is_sent(owner: Any, name: str, value: Any) -> bool:
 
 
 def _file(module: object) -> Path:
+    """Return the path of a module's file; "None", which does not exist, if it has none."""
     return Path(str(namespace(module).get("__file__")))
 
 
 @functools.cache
 def _set_from_rank(path: Path) -> set[str]:
     """Return the variables that a module sets from the rank: they are different in each worker."""
-    found = set[str]()
+    names: set[str] = set()
     # It may be no file of Python code, or nested too deeply. Python has warned on import.
     problems = (OSError, SyntaxError, ValueError, RecursionError)
     with contextlib.suppress(*problems), warnings.catch_warnings():
@@ -187,26 +239,35 @@ def _set_from_rank(path: Path) -> set[str]:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue  # an import does not run its body
             nodes += ast.iter_child_nodes(node)
-            is_assignment = isinstance(node, (ast.Assign, ast.AnnAssign))
-            words = set(re.findall(r"\w+", ast.unparse(node) if is_assignment else ""))
-            if words & (_OF_RANK | found):
-                names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-                found |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
-    return found
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                names |= _names_if_from_rank(node, _OF_RANK | names)
+    return names
+
+
+def _names_if_from_rank(assignment: ast.AST, of_rank: set[str]) -> set[str]:
+    """Return the variables of an assignment if it mentions a word of the rank, else none."""
+    names: set[str] = set()
+    words = set(re.findall(r"\w+", ast.unparse(assignment)))
+    if words.isdisjoint(of_rank):
+        return names
+    for node in ast.walk(assignment):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
 
 
 class ImportedFiles:
     """Files of the user's modules, as the first call of a program has found them.
 
-    A worker imports a module anew, and so runs the new code of a file that was edited after this program has imported
-    it, where this program runs the old code.
+    A worker imports a module anew, and so runs the new code of a file that was edited after this
+    program has imported it, where this program runs the old code.
     """
 
     def __init__(self) -> None:
         self._files_of_modules: dict[str, _ImportedFile] = {}
 
     def edited(self) -> list[str]:
-        """Return the files that were edited after the program's first call, and whose modules were not reloaded."""
+        """Return files that were edited after the first call, and were not reloaded since."""
         edited = set()
         for name, module in list(sys.modules.items()):
             if not is_user_module(name):

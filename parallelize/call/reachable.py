@@ -1,4 +1,4 @@
-"""Kinds of objects: stateful ones, those of the user's own code; and which variables a function reaches."""
+"""Kinds of objects, such as stateful ones; and which variables a function or class reaches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -18,13 +18,31 @@ from torch import nn
 
 from parallelize.cluster.code_owner import is_user_module
 
-PROXY: Any = wrapt.CallableObjectProxy.__base__  # of decorated functions
+PROXY: Any = wrapt.CallableObjectProxy.__base__
+"""The class of decorated functions."""
 CODE: tuple[Any, ...] = (types.FunctionType, types.BuiltinFunctionType, type, PROXY)
+"""Types of functions and classes."""
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+"""Types of what consists of items, which are named by their key or position."""
 # NumPy's new generators draw from a bit generator, which has their state.
 GENERATORS = (torch.Generator, random.Random, np.random.BitGenerator, np.random.RandomState)
+"""Types of generators of random numbers."""
 _STATEFUL = (nn.Module, *GENERATORS)
 T = TypeVar("T")
+
+
+class Variable(NamedTuple):
+    """A variable that code reaches.
+
+    Args:
+        owner: the module, class or function that has it; None: a closure's, or a base of a class.
+        name: its name; "" of a base.
+        value: what it has in this process.
+    """
+
+    owner: Any
+    name: str
+    value: Any
 
 
 def is_a(item: object, kinds: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
@@ -40,66 +58,90 @@ def is_stateful(item: object) -> bool:
 
     What is iterated is left out: the position in a dataset is not the result of a call.
     """
-    kind = type(item)
-    has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-    return issubclass(kind, _STATEFUL) or (has_state and not hasattr(kind, "__iter__"))
+    item_type = type(item)
+    if issubclass(item_type, _STATEFUL):
+        return True
+    # Asked of the type: an instance may answer a look at any attribute.
+    has_state = hasattr(item_type, "state_dict") and hasattr(item_type, "load_state_dict")
+    return has_state and not hasattr(item_type, "__iter__")
 
 
 def namespace(module: object) -> Mapping[str, Any]:
     """Return a module's variables; getattr would import a lazy module, which may fail."""
     try:
-        found: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
+        variables: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
         return {}
-    return found
+    return variables
 
 
 def free_variables(function: types.FunctionType) -> dict[str, object]:
     """Return the variables of a function's closure."""
-    found = {}
+    values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it is empty
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
-def variables_of(code: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (owner, name, value) of each variable that a function mentions or a class has.
+def variables_of(code: Any) -> Iterator[Variable]:
+    """Yield each variable that a function mentions or a class has.
 
-    The owner is a module, class or function, or None for a closure's variables and a class's bases.
-    `config.lr` of a user module `config` is one of them.
+    `config.lr` of a user module `config` is one of them. Methods are not searched here: they are
+    functions, which the class has as variables.
     """
     if is_a(code, type):
-        yield from ((None, "", base) for base in code.__bases__)
+        for base in code.__bases__:
+            yield Variable(None, "", base)
         for name, value in list(vars(code).items()):
             if is_a(value, types.FunctionType) or not name.startswith("__"):
-                yield code, name, value
+                yield Variable(code, name, value)
     if is_a(code, types.FunctionType):
-        yield from ((None, name, value) for name, value in free_variables(code).items())
+        for name, value in free_variables(code).items():
+            yield Variable(None, name, value)
         yield from _global_variables(code)
-        for name in ("__defaults__", "__kwdefaults__"):
-            value = getattr(code, name) or ()
-            if any(map(is_stateful, value.values() if is_a(value, dict) else value)):
-                yield code, name, value
+        yield from _stateful_defaults(code)
 
 
-def _global_variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    attributes = _names(function.__code__)
+def _stateful_defaults(function: types.FunctionType) -> Iterator[Variable]:
+    """Yield the defaults of a function's parameters if one of them has a state."""
+    positional = function.__defaults__ or ()
+    if any(map(is_stateful, positional)):
+        yield Variable(function, "__defaults__", positional)
+    by_name = function.__kwdefaults__ or {}
+    if any(map(is_stateful, by_name.values())):
+        yield Variable(function, "__kwdefaults__", by_name)
+
+
+def _global_variables(function: types.FunctionType) -> Iterator[Variable]:
+    """Yield the variables of modules that a function mentions, as `lr` or as `config.lr`.
+
+    Its code tells names of attributes, but not whose. So all of them are looked up in the user's
+    modules that it mentions, and in those that are found there.
+    """
+    attributes = _names_in(function.__code__)
+    # At first the names of global variables only: an attribute may have the name of one of them.
     names = cloudpickle.cloudpickle._extract_code_globals(function.__code__).keys()
-    pending, seen = [function.__globals__], set[int]()
+    pending = [function.__globals__]
+    # Ids of the modules' dictionaries: modules may import each other.
+    searched: set[int] = set()
     while pending:
         variables = pending.pop(0)
-        seen.add(id(variables))
+        searched.add(id(variables))
+        module = sys.modules.get(variables.get("__name__", ""))
         for name in sorted(names & variables.keys()):
             value = variables[name]
-            yield sys.modules.get(variables.get("__name__", "")), name, value
-            is_own = is_a(value, types.ModuleType) and is_user_module(value.__name__)
-            if is_own and id(vars(value)) not in seen:
+            yield Variable(module, name, value)
+            is_users = is_a(value, types.ModuleType) and is_user_module(value.__name__)
+            if is_users and id(vars(value)) not in searched:
                 pending.append(vars(value))
-        names = attributes  # of the modules among them
+        names = attributes
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _names_in(code: types.CodeType) -> set[str]:
     """Return the names of variables and attributes that code mentions, also in functions inside."""
-    inner = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*inner)
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names

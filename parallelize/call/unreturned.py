@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from parallelize.call.arrays import is_in_file
 from parallelize.call.object_states import tensors_of
 from parallelize.call.own_state import caches_of, own_attributes, without_caches
-from parallelize.call.pickling import Trial
+from parallelize.call.pickler import Trial
 from parallelize.call.reachable import (
     CODE,
     CONTAINERS,

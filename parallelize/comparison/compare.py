@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parallelize.call.outcome import Outcome
-from parallelize.call.task import Task
+from parallelize.call.task import Call, Task
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.run.context import active, current, world_size
@@ -100,11 +100,11 @@ class Comparison(NamedTuple):
         return "\n".join(lines if self.is_same else [*lines, _TRY])
 
 
-def compare_runs(task: Task, *, steps: int, launch: Callable[[Task], Sequence[Outcome]]) -> Comparison:
+def compare_runs(call: Call, *, steps: int, launch: Callable[[Task], Sequence[Outcome]]) -> Comparison:
     """Run the first steps of a task with one process and with its layout, both in new processes, and compare them.
 
     Args:
-        task: the call.
+        call: the call.
         steps: number of optimizer steps.
         launch: runs a task in new processes and returns the outcomes of all ranks.
 
@@ -112,17 +112,17 @@ def compare_runs(task: Task, *, steps: int, launch: Callable[[Task], Sequence[Ou
         ConfigError: the call has one device or several nodes, runs inside another run, or `steps` is not positive.
         WorkerError: a run made no optimizer step.
     """
-    layout = task.layout
-    _check(f"{task.name}.compare({steps!r}, ...)", layout, steps)
+    layout = call.layout
+    _check(f"{call.name}.compare({steps!r}, ...)", layout, steps)
     own = layout.config.changed(seed=layout.config.seed or 0)  # all runs need the same initial weights
     fp32 = own.changed(amp=None)
     one = fp32.changed(backend="ddp", **({"processes": 1} if layout.device_type == "cpu" else {"gpus": 1}))
     alone = dataclasses.replace(layout, config=one, devices=(layout.devices[0][:1],), warnings=())
     together = (fp32,) if own.amp is None else (fp32, own)
-    function = _RecordedFunction(task.function, steps, layout.world_size)
+    function = _RecordedFunction(call.function, steps, layout.world_size)
     with handle_stop_signals():
         (single,), ranks, *amp = [
-            [outcome.value for outcome in launch(Task(function, task.args, task.kwargs, each, all_ranks=True))]
+            [outcome.value for outcome in launch(Task.of(Call(function, call.args, call.kwargs, each, all_ranks=True)))]
             for each in (alone, *(dataclasses.replace(layout, config=each) for each in together))
         ]
     tolerance = max(torch.finfo(each.dtype).eps for each in single[0][1].values()) ** 0.5

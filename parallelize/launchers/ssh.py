@@ -41,9 +41,9 @@ from typing import IO, Any, ClassVar
 
 import torch
 
+from parallelize.call.importable import pickled_by_value
 from parallelize.call.logs import handle_records
 from parallelize.call.outcome import Outcome
-from parallelize.call.pickling import pickled_by_value
 from parallelize.call.task import Task
 from parallelize.cluster.code_owner import is_user_module
 from parallelize.cluster.store import free_port
@@ -164,7 +164,7 @@ class SSHLauncher(BatchLauncher):
                 lacking |= host.check()
             signals.interrupt = functools.partial(_tell_all, hosts, "interrupt")
             with pickled_by_value(lacking):
-                call = NodeCall.of(task)
+                call = NodeCall.of(task.renewed())
             return outcomes_of(_results(call, hosts))
 
     @property

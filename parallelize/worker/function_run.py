@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.agreement.unsynced_training import warn_if_unsynced
-from parallelize.call.task import Task
+from parallelize.call.task import Call
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import add_note
@@ -40,16 +40,16 @@ def active_run(
         yield runtime
 
 
-def call_function(task: Task) -> Any:
+def call_function(call: Call) -> Any:
     """Call the function in the active run, and return its value.
 
     Blocks that the function has started, and not stopped, end before this returns. Reports of hangs
     show the frames below this one (`traceback_of` of hang_detection/stack_frames.py).
     """
     with current().ending_blocks():
-        current().watchdog.begin(task.function)
+        current().watchdog.begin(call.function)
         try:
-            return task.function(*task.args, **task.kwargs)
+            return call.function(*call.args, **call.kwargs)
         except AttributeError as error:
             # A line that was written for DistributedDataParallel, which has the model as `.module`.
             if error.name == "module" and isinstance(error.obj, nn.Module):

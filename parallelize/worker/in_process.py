@@ -11,7 +11,7 @@ from typing import Any
 from parallelize.agreement.gather import broadcast_object, gather_objects
 from parallelize.call.outcome import Outcome
 from parallelize.call.random_states import restoring_caller
-from parallelize.call.task import Task
+from parallelize.call.task import Call
 from parallelize.cluster.world import World
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.context import current
@@ -21,32 +21,32 @@ _RETURN = "the return of its value"
 """What a rank waits for at its end, as reports of hangs name it."""
 
 
-def run_as_rank(task: Task, world: World) -> Any:
-    """Run a task in this process, as the rank that a launcher has given to it.
+def run_as_rank(call: Call, world: World) -> Any:
+    """Run a call in this process, as the rank that a launcher has given to it.
 
     Returns:
-        Rank 0's value, or the values of all ranks if the task wants them: the same on every rank.
+        Rank 0's value, or the values of all ranks if the call wants them: the same on every rank.
     """
-    devices = task.layout.devices[world.local_rank]
+    devices = call.layout.devices[world.local_rank]
     with (
-        restoring_caller(task.layout.config, devices),
-        active_run(task.layout, world),
+        restoring_caller(call.layout.config, devices),
+        active_run(call.layout, world),
     ):
-        value = call_function(task)
-        if task.all_ranks:
+        value = call_function(call)
+        if call.all_ranks:
             return gather_values(value)
         return _broadcast_value(value)
 
 
-def run_in_this_process(task: Task) -> Any:
-    """Run a task of one device in the calling process, so that debuggers and profilers work."""
-    devices = task.layout.devices[0]
+def run_in_this_process(call: Call) -> Any:
+    """Run a call of one device in the calling process, so that debuggers and profilers work."""
+    devices = call.layout.devices[0]
     with (
-        restoring_caller(task.layout.config, devices),
-        active_run(task.layout, World()),
+        restoring_caller(call.layout.config, devices),
+        active_run(call.layout, World()),
     ):
-        value = call_function(task)
-    if task.all_ranks:
+        value = call_function(call)
+    if call.all_ranks:
         return [value]
     return value
 

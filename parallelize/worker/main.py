@@ -55,8 +55,8 @@ from typing import Any
 import torch
 
 from parallelize.call.logs import RecordFile, without_log_files
+from parallelize.call.main_module import pickle_main_by_value, populate_main
 from parallelize.call.outcome import Outcome
-from parallelize.call.pickling import pickle_main_by_value, populate_main
 from parallelize.call.returned import WayBack
 from parallelize.call.task import Task
 from parallelize.cluster.world import World

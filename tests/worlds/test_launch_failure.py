@@ -162,9 +162,9 @@ def raise_on_1(text: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def return_a_lock() -> object:
+def return_a_generator() -> object:
     if rank() == 0:
-        return {"model": 1, "lock": threading.Lock()}
+        return {"model": 1, "lines": (line for line in ())}
     return time.sleep(LONG_S)
 
 
@@ -182,9 +182,9 @@ def kill_the_server() -> None:
 # A function; the exception in the caller: its type, text and attributes.
 RAISED: dict[str, tuple[Callable[[], object], type[Exception], str, dict[str, object]]] = {
     "an unpicklable value": (
-        return_a_lock,
+        return_a_generator,
         WorkerError,
-        r"the returned value\['lock'\] cannot be pickled(.|\n)*lock",
+        r"the returned value\['lines'\] cannot be pickled(.|\n)*generator",
         {"rank": 0, "host": os.uname().nodename},
     ),
     "a value that cannot be unpickled": (

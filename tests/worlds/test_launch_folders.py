@@ -20,7 +20,7 @@ from ranks import wait_for
 from torch.utils.data import DataLoader
 
 from parallelize import WorkerError, distributed, rank
-from parallelize.call.task import Task
+from parallelize.call.task import Call, Task
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
@@ -138,7 +138,7 @@ def test_a_call_to_another_machine_lies_in_a_private_folder(temporary: Path) -> 
     """As ssh and Ray send it: while it is written, and where it is read."""
     looks = Looks()
     layout = compute_layout(Config.parse(processes=1), Hardware())
-    call = NodeCall.of(Task(seen.__wrapped__, (looks,), {}, layout))
+    call = NodeCall.of(Task.of(Call(seen.__wrapped__, (looks,), {}, layout)))
     assert looks.modes
     assert {mode for _, mode in looks.modes} == {"drwx------"}
     (outcome,) = outcomes_of(call.run(Node("127.0.0.1", 0, 0)))

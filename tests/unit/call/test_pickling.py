@@ -6,7 +6,6 @@ import enum
 import functools
 import io
 import math
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -216,12 +215,12 @@ class Holder:
     def method(self) -> None: ...
 
 
-LOCK = threading.Lock()
+GENERATOR = (number for number in range(3))
 
 
 def test_the_object_of_a_method_is_named(tmp_path: Path) -> None:
     """Other objects are named in tests/worlds/test_launch_anywhere.py; no file is left."""
-    method = Holder(LOCK).method
+    method = Holder(GENERATOR).method
     with pytest.raises(ConfigError, match=r"self of call\.thing cannot be pickled"):
         dump(method, tmp_path / "file", parts={"fine": 1, "call": method})
     assert list(tmp_path.iterdir()) == []
@@ -231,8 +230,8 @@ def test_private_parts_of_libraries_are_not_named(tmp_path: Path) -> None:
     """The user knows the public attributes of a library's object, but no variable of its functions."""
     operator = torch.library.custom_op("tests::clone", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
     model = torch.nn.Sequential(torch.nn.Identity())
-    model[0].lock = LOCK
-    for thing, name in [(operator, "the variable 'thing'"), (model, "the variable 'thing'.0.lock")]:
+    model[0].numbers = GENERATOR
+    for thing, name in [(operator, "the variable 'thing'"), (model, "the variable 'thing'.0.numbers")]:
         with pytest.raises(ConfigError, match=f"{name} cannot be pickled"):
             dump(closure_over(thing), tmp_path / "file", parts={"call": closure_over(thing)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from parallelize.call.outcome import Outcome
-from parallelize.call.task import Task
+from parallelize.call.task import Call, Task
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
@@ -28,21 +29,79 @@ def layout(**options: Any) -> Layout:
     return Layout(Config.parse(processes=2, **options), 1, ((CPU,),) * 2)
 
 
-lock = threading.Lock()
+numbers = (number for number in range(3))
 
 
-def uses_a_lock() -> bool:
-    return lock.acquire(blocking=False)
+def uses_a_generator() -> int:
+    return next(numbers)
+
+
+def train(model: object, loader: object = None, *more: object, epochs: object = 1) -> None: ...
+
+
+class Trainer:
+    def fit(self, loader: object) -> None: ...
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     """An argument or an option, but no global of a function that is pickled by name."""
-    Task(uses_a_lock, (), {}, layout()).write(tmp_path / "task")
-    with pytest.raises(ConfigError, match="argument 0 cannot be pickled"):
-        Task(uses_a_lock, (lock,), {}, layout()).write(tmp_path / "task")
-    connect = functools.partial(print, lock)
+    Task.of(Call(uses_a_generator, (), {}, layout())).write(tmp_path / "task")
+    connect = functools.partial(print, numbers)
     with pytest.raises(ConfigError, match=r"option 'init_connection' cannot be pickled"):
-        Task(plain, (), {}, layout(init_connection=connect)).write(tmp_path / "task")
+        Task.of(Call(plain, (), {}, layout(init_connection=connect)))
+
+
+class Holder:
+    def __init__(self, item: object) -> None:
+        self.item = item
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "name"),
+    [
+        (train, (numbers,), {}, "argument 'model' (first)"),
+        (train, (1, numbers), {}, "argument 'loader' (second)"),
+        (train, (1, 2, 3, numbers), {}, "fourth argument"),
+        (train, (*range(11), numbers), {}, "12th argument"),
+        (train, (1,), {"epochs": numbers}, "argument 'epochs'"),
+        (train, (1, Holder([numbers])), {}, "argument 'loader'.item[0]"),
+        (train, (1, {"all": numbers}), {}, "argument 'loader'['all']"),
+        (Trainer.fit, (Trainer(), numbers), {}, "argument 'loader' (first)"),
+        (Trainer.fit, (Holder(numbers), 1), {}, "self.item"),
+        (print, (1, numbers), {}, "second argument"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_argument_is_named_by_its_parameter(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object], name: str
+) -> None:
+    """With its place as the call has it, and its attribute or item by the parameter's name."""
+    with pytest.raises(ConfigError) as caught:
+        Task.of(Call(function, args, kwargs, layout()))
+    assert str(caught.value).startswith(f"{name} cannot be pickled\n")
+
+
+@pytest.mark.parametrize("lock", [threading.Lock(), threading.RLock(), threading.Condition()])
+def test_a_lock_is_no_argument(lock: object) -> None:
+    """The caller would take it for one that all ranks share."""
+    with pytest.raises(ConfigError, match=r"argument 'model' \(first\) cannot be pickled(.|\n)*have its own"):
+        Task.of(Call(train, (lock,), {}, layout()))
+
+
+class ReadsLines:
+    lines = numbers
+
+    def fit(self) -> None: ...
+
+
+def test_an_attribute_of_a_class_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot become an argument, so the fix is another one."""
+    monkeypatch.setattr(ReadsLines, "__module__", "__main__")
+    with pytest.raises(ConfigError) as caught:
+        Task.of(Call(train, (ReadsLines(),), {}, layout()))
+    assert str(caught.value).startswith("the attribute 'lines' of class 'ReadsLines' cannot be pickled\n")
+    assert "__init__" in str(caught.value)
+    assert "argument" not in str(caught.value)
 
 
 WORLD = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
@@ -60,20 +119,20 @@ def test_an_error_with_its_causes_traceback_shows_it_once() -> None:
     assert text.startswith("RuntimeError: closed by peer\n")
 
 
-class HoldsALockError(Exception):
+class HoldsAGeneratorError(Exception):
     def __init__(self) -> None:
         super().__init__("held")
-        self.lock = lock
+        self.numbers = numbers
 
 
-class SpeechlessError(HoldsALockError):
+class SpeechlessError(HoldsAGeneratorError):
     def __str__(self) -> str:
         raise ValueError("nothing to say")
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(HoldsALockError, "held"), (SpeechlessError, "(no text: its __str__ raised ValueError)")],
+    [(HoldsAGeneratorError, "held"), (SpeechlessError, "(no text: its __str__ raised ValueError)")],
 )
 def test_an_exception_that_cannot_be_pickled_is_replaced(tmp_path: Path, kind: type[Exception], text: str) -> None:
     """Its type and text are in the message of the WorkerError; an error of its __str__ does not hide it."""
@@ -81,7 +140,7 @@ def test_an_exception_that_cannot_be_pickled_is_replaced(tmp_path: Path, kind: t
     error = Outcome.read(tmp_path / "outcome").error
     assert isinstance(error, WorkerError)
     assert str(error).startswith(f"{kind.__name__}: {text}\n")
-    assert "lock" in str(error)
+    assert "generator" in str(error)
 
 
 def test_an_exception_that_python_cannot_format_has_its_frames() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import free_port, wait_for
 
 from parallelize.call.outcome import Outcome
-from parallelize.call.task import Task
+from parallelize.call.task import Call, Task
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
@@ -33,7 +33,7 @@ def function(_: object) -> None: ...
 
 def request(*args: Any, key: str = "") -> Request:
     layout = Layout(Config.parse(processes=2, num_nodes=2), 2, ((torch.device("cpu"),),) * 2)
-    return Request.of(Task(function, args, {}, layout), key)
+    return Request.of(Task.of(Call(function, args, {}, layout)), key)
 
 
 Make = Callable[..., Nodes]
