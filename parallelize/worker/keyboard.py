@@ -227,7 +227,7 @@ class _Keyboard(io.TextIOBase):
         )
 
     @override
-    def readline(self, size: int = -1) -> str:  # type: ignore[override]  # the whole line, as pdb asks for
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]  # the whole line, for pdb
         self._say(Activity.ASKS, instead_of=list(Activity))
         connection = self._connected()
         if self.names is None:
