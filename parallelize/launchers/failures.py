@@ -21,7 +21,6 @@ from __future__ import annotations
 import enum
 import re
 import signal
-import textwrap
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -49,7 +48,7 @@ _FATAL = re.compile(
     re.MULTILINE,
 )
 _TAIL_LINES = 20
-_MAX_REASON = 120
+_MOST_CHARACTERS = 120
 _FIX_BY_SIGNAL = {
     "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and "
     "use less memory",
@@ -298,4 +297,16 @@ def _one_line(error: BaseException) -> str:
     reason = error_text(error).strip().partition("\n")[0]
     if not reason:
         return name
-    return f"{name}: {textwrap.shorten(reason, _MAX_REASON, placeholder=' ...')}"
+    if len(reason) > _MOST_CHARACTERS:
+        # Between words, if there are several.
+        words, _, _part_of_word = reason[:_MOST_CHARACTERS].rpartition(" ")
+        reason = f"{words} ..." if words else reason[:_MOST_CHARACTERS]
+    return f"{name}: {reason}"
+
+
+def _group_ranks(texts: dict[int, str]) -> str:
+    """Join the texts of all ranks into one line; ranks with the same text share an entry."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{list_ranks(each)}: {text}" for text, each in ranks.items())
