@@ -6,6 +6,8 @@ import contextlib
 import json
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -125,6 +127,36 @@ def test_a_silent_node_is_lost(make: Make) -> None:
     wait_for(first.has_failed)
     assert "node 1 is gone\n  why: no heartbeat for 0.5 s" in str(first.lost_error())
     del second._talk  # so that it can leave
+
+
+NODE_0 = """
+import sys, time
+from datetime import timedelta
+from parallelize.cluster.world import Node
+from parallelize.launchers.local.node_requests import Request
+from parallelize.launchers.local.nodes import Nodes
+node, request = Node("127.0.0.1", int(sys.argv[1]), 0), Request("a", "b", {})
+nodes = Nodes(node, 2, request, timeout=timedelta(minutes=3), patience_s=60)
+nodes.start()
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "match"), [(signal.SIGSTOP, "no heartbeat for 8 s"), (signal.SIGKILL, "node 0 is gone")]
+)
+def test_node_0_is_lost(make: Make, sent: signal.Signals, match: str) -> None:
+    """If it is stopped, requests to its store do not return; if it has ended, they raise."""
+    port: int = make.port  # type: ignore[attr-defined]  # see `make`
+    with subprocess.Popen([sys.executable, "-c", NODE_0, str(port)]) as process:
+        try:
+            second = make(1, asks=Request("c", "d", {}), timeout_s=120.0, patience_s=8.0)
+            assert second.start().stamp == "b"
+            process.send_signal(sent)
+            wait_for(second.has_failed, timeout_s=60)
+            assert match in str(second.lost_error())
+        finally:
+            process.kill()
 
 
 def test_a_node_that_leaves_before_its_report_is_lost(make: Make) -> None:
