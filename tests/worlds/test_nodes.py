@@ -304,8 +304,8 @@ def test_nodes_with_different_keys_make_no_call(nodes: Nodes) -> None:
 @pytest.mark.parametrize(
     ("killed", "count", "options"),
     [
-        pytest.param(0, 2, {"heartbeat_timeout": 4}, marks=pytest.mark.soak),
-        pytest.param(1, 2, {"heartbeat_timeout": 4}, marks=pytest.mark.soak),
+        pytest.param(0, 2, {"heartbeat_timeout": 15}, marks=pytest.mark.soak),
+        pytest.param(1, 2, {"heartbeat_timeout": 15}, marks=pytest.mark.soak),
         (0, 3, {"processes": 1, "num_nodes": 3}),  # the others cannot hear each other any more
     ],
     ids=["node 0", "node 1", "node 0 of 3"],
@@ -317,7 +317,7 @@ def test_killed_agent_ends_the_run(nodes: Nodes, killed: int, count: int, option
     started.pop(killed).send_signal(signal.SIGKILL)
     for error, text in errors(started):
         assert (error, f"node {killed} is gone" in text) == ("LaunchError", True), text
-    wait_for(lambda: not running_pids(pids))
+    wait_for(lambda: not running_pids(pids), timeout_s=60)
 
 
 @pytest.mark.soak
