@@ -231,7 +231,8 @@ class _Host:
         for name, version_here in _versions().items():
             if versions[name] != version_here:
                 raise ConfigError(
-                    f"{name} {versions[name]} on host {self.name}, and {version_here} on this machine",
+                    f"{name} {versions[name]} on host {self.name}, "
+                    f"and {version_here} on this machine",
                     why="functions and models are sent as this machine has them",
                     fix="install the same versions, or name another interpreter: "
                     "SSHLauncher(python='/path/of/python')",
