@@ -9,9 +9,10 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallelize.errors import LaunchError
+from parallelize.errors import ConfigError, LaunchError
 
 _SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface: see netdevice(7)."""
@@ -138,3 +139,44 @@ def resolvable_address(host: str) -> str:
             fix="export MASTER_ADDR=<address of the first node> to every process",
         )
     return node_address[1]
+
+
+def require_interfaces(environ: Mapping[str, str], *, uses_nccl: bool) -> None:
+    """Refuse a variable for gloo or NCCL that names no interface of this machine.
+
+    gloo takes a list of names. NCCL takes a list of beginnings of names, "=" before it makes them
+    whole names, and "^" excludes them, so that something is left.
+
+    Args:
+        environ: the variables of the ranks.
+        uses_nccl: whether the ranks use NCCL, so that its variable counts.
+
+    Raises:
+        ConfigError: a variable names an interface that does not exist.
+
+    Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
+    """
+    interfaces = [name for _, name in socket.if_nameindex()]
+    gloo_names = environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(gloo_names) > 1:  # torch takes a shorter one as none
+        for name in gloo_names.split(","):
+            if name not in interfaces:
+                raise _missing_interface("GLOO_SOCKET_IFNAME", gloo_names, interfaces)
+    nccl_names = environ.get("NCCL_SOCKET_IFNAME", "")
+    if not uses_nccl or not nccl_names or nccl_names.startswith("^"):
+        return
+    is_exact = nccl_names.startswith("=")
+    wanted = nccl_names.removeprefix("=").split(",")
+    for name in interfaces:
+        if name in wanted or (not is_exact and name.startswith(tuple(wanted))):
+            return
+    raise _missing_interface("NCCL_SOCKET_IFNAME", nccl_names, interfaces)
+
+
+def _missing_interface(variable: str, value: str, interfaces: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{variable}={value}",
+        why=f"{socket.gethostname()} has no network interface of this name; it has "
+        f"{', '.join(interfaces)}",
+        fix=f"set {variable} to one of them, or unset it",
+    )

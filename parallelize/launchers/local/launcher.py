@@ -32,7 +32,7 @@ from parallelize.call.outcome import Outcome
 from parallelize.call.task import Task
 from parallelize.cluster.call_folders import call_folder
 from parallelize.cluster.devices import MASKS, compose_visible_devices
-from parallelize.cluster.network import resolvable_address
+from parallelize.cluster.network import require_interfaces, resolvable_address
 from parallelize.cluster.world import Node, World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
@@ -114,8 +114,11 @@ class LocalLauncher(Launcher):
                 notes, if that rank is on this node.
             WorkerError: a worker ended without an exception, or a rank of another node has failed.
             LaunchError: a node did not join, or is lost.
+            ConfigError: a variable names a network interface that does not exist.
         """
         open_standard_streams()
+        if task.layout.world_size > 1:
+            require_interfaces(environ, uses_nccl=task.layout.device_type == "cuda")
         earlier: list[BaseException] = []
         max_restarts = task.layout.config.max_restarts
         with StopSignals().handled() as signals:

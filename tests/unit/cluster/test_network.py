@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from parallelize.cluster.network import gloo_interface, interface_of, resolvable_address
-from parallelize.errors import LaunchError
+from parallelize.cluster.network import gloo_interface, interface_of, require_interfaces, resolvable_address
+from parallelize.errors import ConfigError, LaunchError
 
 UNKNOWN_HOST = "no-such-host.invalid"
 
@@ -94,3 +95,41 @@ def test_ranks_on_a_machine_without_ipv4(tmp_path: Path, address: str) -> None:
         command, env={**os.environ, **sizes}, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stdout.split() == ["2.0", "2.0"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("GLOO_SOCKET_IFNAME", "nosuch9"),
+        ("GLOO_SOCKET_IFNAME", "lo,nosuch9"),
+        ("NCCL_SOCKET_IFNAME", "nosuch9"),
+        ("NCCL_SOCKET_IFNAME", "=l"),
+    ],
+)
+def test_an_interface_that_does_not_exist_is_named(variable: str, value: str) -> None:
+    """With those that do, so that it can be corrected."""
+    with pytest.raises(ConfigError, match=variable) as caught:
+        require_interfaces({variable: value}, uses_nccl=True)
+    for _, name in socket.if_nameindex():
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"GLOO_SOCKET_IFNAME": ""},
+        {"GLOO_SOCKET_IFNAME": "lo"},
+        {"NCCL_SOCKET_IFNAME": "nosuch9,l"},
+        {"NCCL_SOCKET_IFNAME": "=lo"},
+        {"NCCL_SOCKET_IFNAME": "^docker"},
+    ],
+)
+def test_interfaces_that_exist_are_accepted(environ: dict[str, str]) -> None:
+    """Of NCCL, the beginning of a name is enough; it may also exclude some."""
+    require_interfaces(environ, uses_nccl=True)
+
+
+def test_the_variable_of_a_library_that_is_not_used_does_not_count() -> None:
+    """A cluster sets NCCL's for all its machines, also for those without a GPU."""
+    require_interfaces({"NCCL_SOCKET_IFNAME": "nosuch9"}, uses_nccl=False)
