@@ -19,9 +19,9 @@ import torch.utils._device
 
 
 def absolute_search_path() -> list[str]:
-    """Return the folders of `sys.path` as absolute paths, for a process with another current folder.
+    """Return the folders of `sys.path` as absolute paths, for a process in another folder.
 
-    Entries that are no paths stay as they are: import hooks of packages that are installed editable.
+    Entries that are no paths stay as they are: import hooks of editable installs.
     """
     folders = []
     for entry in sys.path:
@@ -81,8 +81,10 @@ _PATHS = (*_FUNCTIONS, *_ATTRIBUTES)
 def _get(path: str) -> Any:
     """Return the value of a setting; None: this torch lacks the setting or refuses to read it."""
     with contextlib.suppress(AttributeError, RuntimeError):
-        found = attrgetter(path)(torch)
-        return found() if path in _FUNCTIONS else found
+        value = attrgetter(path)(torch)
+        if path in _FUNCTIONS:
+            value = value()
+        return value
     return None
 
 
@@ -96,7 +98,7 @@ def _set(path: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def _ignoring_warnings() -> Iterator[None]:
-    """Suppress warnings: torch warns about deprecated settings that the user's code does not use."""
+    """Suppress warnings: torch warns of deprecated settings that the user's code does not use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -106,8 +108,8 @@ def _filters() -> list[tuple[Any, ...]]:
     """Return the filters of warnings, with regular expressions and categories as text."""
     filters: Any = warnings.filters
     return [
-        (action, _text(message), kind.__module__, kind.__qualname__, _text(module), line)
-        for action, message, kind, module, line in filters
+        (action, _text(message), category.__module__, category.__qualname__, _text(module), line)
+        for action, message, category, module, line in filters
     ]
 
 
@@ -118,9 +120,10 @@ def _text(pattern: Any) -> str:
 def _set_filters(filters: list[tuple[Any, ...]]) -> None:
     warnings.resetwarnings()
     for action, message, home, name, module, line in filters:
-        kind = getattr(sys.modules.get(home), name, None)  # one not imported warns of nothing
-        if kind is not None:
-            warnings.filterwarnings(action, message, kind, module, line, append=True)
+        # A module that is not imported here warns of nothing.
+        category = getattr(sys.modules.get(home), name, None)
+        if category is not None:
+            warnings.filterwarnings(action, message, category, module, line, append=True)
 
 
 _Table = Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
@@ -153,8 +156,8 @@ class Settings:
 
     Args:
         values: setting -> value; settings that torch refuses to read are left out.
-        device: type of the default device, such as "cuda", without the index, which differs by rank;
-            None: not set.
+        device: type of the default device, such as "cuda", without the index, which differs by
+            rank; None: not set.
     """
 
     values: Mapping[str, Any]
@@ -168,8 +171,8 @@ class Settings:
         values = {name: read() for name, (read, _) in _OTHERS.items()}
         with _ignoring_warnings():
             values |= {path: _get(path) for path in _PATHS}
-        known = {name: value for name, value in values.items() if value is not None}
-        return cls(known, None if device is None else device.type)
+        readable = {name: value for name, value in values.items() if value is not None}
+        return cls(readable, None if device is None else device.type)
 
     def apply(self) -> None:
         """Apply all settings except the default device to this new process."""

@@ -255,7 +255,8 @@ class StopHandler:
             handler: Any = self
             store = None  # at first, because torch logs requests that fail
             patience = None
-            if self._has_accelerator:
+            # The socket gets all signals that have a handler, such as the user's of SIGUSR1.
+            if self._has_accelerator and signal.getsignal(number[0]) is handler:
                 patience = _Patience(signal.Signals(number[0]))
             # The user's code may have replaced the handler.
             while signal.getsignal(number[0]) is handler:
