@@ -72,7 +72,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"", "cli"}),  # what users import or type
     frozenset({"__main__"}),
 )
-MAX_FLOORS = 12
+MAX_FLOORS = 13
 MAX_FILES_AT_TOP = 8
 
 # The plug-ins of these folders, each a file or a folder, never import each other. Other files are shared by several.
@@ -103,26 +103,26 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 5_729,
-    "agreement": 13_897,
+    "": 6_199,
+    "agreement": 13_954,
     "backends": 19_558,
     "backends/balanced": 14_117,
-    "block": 5_294,
-    "call": 13_533,
-    "checkpoint": 13_409,
-    "cli": 4_552,
-    "cluster": 4_199,
-    "comparison": 1_575,
-    "config": 5_970,
-    "data": 21_370,
+    "block": 5_357,
+    "call": 18_158,
+    "checkpoint": 13_429,
+    "cli": 4_614,
+    "cluster": 5_690,
+    "comparison": 1_582,
+    "config": 6_586,
+    "data": 21_393,
     "gradients": 10_614,
-    "hang_detection": 7_833,
-    "launchers": 19_990,
-    "plugins": 3_204,
-    "precision": 6_829,
-    "run": 9_938,
+    "hang_detection": 10_389,
+    "launchers": 26_692,
+    "plugins": 3_321,
+    "precision": 6_765,
+    "run": 9_949,
     "torch_patches": 7_519,
-    "worker": 4_322,
+    "worker": 7_829,
 }
 
 # Rooms that are written plainly: their figures of reading stay within READING, and what is internal has an underscore,

@@ -128,7 +128,7 @@ def in_users_code(
 
 
 def _is_own(entry: TracebackType) -> bool:
-    """Whether code is this package's, or runs by the function of torch that calls this package's."""
+    """Whether code is this package's, or the function of torch that calls this package's."""
     frame = entry.tb_frame
     return (
         owner_of_frame(frame) is CodeOwner.PARALLELIZE or frame.f_code.co_filename == _CALLS_PACKAGE

@@ -156,7 +156,7 @@ class BatchJob(abc.ABC, Generic[R]):
             try:
                 outcomes = self._wait(timeout_s)
             except SystemExit as error:
-                # The function has ended the job's program, and not the one that asks for the result.
+                # The function has ended the job, and not the program that asks for the result.
                 raise WorkerError(
                     f"the call of job {self.id} has exited: sys.exit({error.code!r})",
                     why="all its ranks have called sys.exit(), which ends the job",

@@ -150,7 +150,7 @@ def caller_exception(
 ) -> BaseException:
     """Return the exception to raise in the caller: that of the cause, with notes on all ranks.
 
-    It is a SystemExit if all ranks have called sys.exit(), as the program does that they are one of.
+    It is a SystemExit if all ranks have called sys.exit(): then the program exits, too.
 
     Args:
         outcomes: those that ranks have written, and those of workers that died; at least one has

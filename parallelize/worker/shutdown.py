@@ -66,7 +66,7 @@ _STALLED_S = {signal.SIGINT: 3.0, signal.SIGTERM: 0.5}
 """For how long, if it waits for a collective, and no collective makes progress: another rank has
 handled the signal, and makes no more of them."""
 _EXITS_WITHIN_S = 1.0
-"""How far apart the ranks may call sys.exit(1). If all do, the program exits; else a rank has failed."""
+"""How far apart the ranks may call sys.exit(1). If all do, the program exits."""
 
 
 class WorkerShutdown:
@@ -121,7 +121,10 @@ class WorkerShutdown:
         os._exit(1)  # never reached
 
     def _wait_for_exits(self) -> None:
-        """Wait for the other ranks of this node: this process's end would stop those that are about to exit."""
+        """Wait for the other ranks of this node.
+
+        The end of this process would stop those that are about to exit.
+        """
         first = self._world.node_rank * self._world.local_world_size
         ranks = set(range(first, first + self._world.local_world_size))
         end_s = time.monotonic() + _EXITS_WITHIN_S

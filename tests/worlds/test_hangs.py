@@ -111,7 +111,8 @@ DEADLOCKS: dict[Callable[[int], None], str] = {
     other_operation: r"all_reduce of float32\[4\].*broadcast of float32\[4\]",
     other_groups: r"rank 0 waits .* for rank 1; rank 1 waits .* for rank 0",
     returns_early: r"rank 1 waits .* in all_reduce of float32\[4\] for rank 0, which has returned",
-    one_step_more: r"rank 0 has left the loop .* end of the block .*; rank 1 .* in backward \(all_reduce of float32\[22\]\)",
+    one_step_more: r"rank 0 has left the loop .* end of the block .*; "
+    r"rank 1 .* in backward \(all_reduce of float32\[22\]\)",
     trains_alone: r"rank 0 .* in backward \(all_reduce of float32\[22\]\) for .*; rank 1 .* in all_reduce\(op='mean'\)",
     unfreezes_alone: r"data of another size|in backward.*different shapes",
     saves_shards_alone: r"rank 0 waits at .* in save\(.*\) for rank 1; rank 1 waits at .* in barrier\('saved'\)",

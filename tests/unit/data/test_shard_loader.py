@@ -303,7 +303,8 @@ def test_a_sharded_loader_is_not_sharded_again():
 
 def test_a_sharded_loader_is_not_pickled():
     """As an argument of a decorated function it would be this process's shard on every rank."""
-    with pytest.raises(ConfigError, match=r"argument 'obj' \(first\) cannot be pickled(.|\n)*one process's shard of a DataLoader: "):
+    match = r"argument 'obj' \(first\) cannot be pickled(.|\n)*one process's shard of a DataLoader: "
+    with pytest.raises(ConfigError, match=match):
         distributed(processes=2)(len)(shard_loader(loader_of(4)))
 
 
