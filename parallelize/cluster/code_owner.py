@@ -66,11 +66,17 @@ def _folders(*names: str) -> tuple[str, ...]:
 
 
 def owner_of_frame(frame: FrameType) -> CodeOwner:
-    """Return whose code runs in a frame."""
+    """Return whose code runs in a frame.
+
+    Code without a file and a module is the user's: a text that `exec` runs with variables of its
+    own.
+    """
     path = frame.f_code.co_filename
-    if path.startswith("<") and not path.startswith("<frozen "):
-        return owner_of_module(frame.f_globals.get("__name__"))
-    return owner_of_file(path)
+    if not path.startswith("<") or path.startswith("<frozen "):
+        return owner_of_file(path)
+    if "__name__" not in frame.f_globals:
+        return CodeOwner.USER
+    return owner_of_module(frame.f_globals["__name__"])
 
 
 def owner_of_module(name: object) -> CodeOwner:
@@ -88,7 +94,9 @@ def owner_of_module(name: object) -> CodeOwner:
         return owner_of_file(path)
     if package in sys.stdlib_module_names:
         return CodeOwner.PYTHON
-    return CodeOwner.PARALLELIZE if package == _PACKAGE else CodeOwner.USER
+    if package == _PACKAGE:
+        return CodeOwner.PARALLELIZE
+    return CodeOwner.USER
 
 
 def is_user_module(name: object) -> bool:
