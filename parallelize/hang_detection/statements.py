@@ -31,7 +31,12 @@ from parallelize.hang_detection.stack_frames import Stack
 
 __all__ = ["Statement", "StatementKind", "rank_test_here", "statements_around"]
 
-_NAMES_OF_RANK = frozenset({"is_main", "rank", "get_rank", "local_rank", "global_rank", "is_main_process", "RANK"})
+_NAMES_OF_RANK = frozenset(
+    {
+        *("rank", "get_rank", "local_rank", "global_rank", "RANK"),
+        *("is_main", "is_main_process"),
+    }
+)
 """What programs call a rank, or the question for rank 0."""
 
 _LONGEST_TEST = 60
@@ -112,14 +117,23 @@ def _statements_in_frame(frame: FrameType, line: int) -> Iterator[Statement]:
 
 
 def _exits_in(loop: ast.stmt) -> list[str]:
-    """Return what may end a loop, or one of its steps, with its line, in the order of lines."""
+    """Return what may end a loop, or one of its steps, with its line, in the order of lines.
+
+    A `break` of a loop inside counts, since the ranks then make other numbers of steps. A `return`
+    of a function that is defined in the loop ends that function alone, such as the closure of an
+    optimizer: without this, a report would advise to change it.
+    """
     line_and_name: list[tuple[int, str]] = []
     if isinstance(loop, ast.While):
         line_and_name.append((loop.lineno, "while"))
-    for node in ast.walk(loop):
+    unread: list[ast.AST] = [loop]
+    while unread:
+        node = unread.pop()
         if isinstance(node, _EXITS):
             name = type(node).__name__.lower()
             line_and_name.append((node.lineno, name.replace("excepthandler", "except")))
+        if not isinstance(node, _FUNCTIONS):
+            unread += ast.iter_child_nodes(node)
     return [f"{name}:{line}" for line, name in sorted(line_and_name)]
 
 
