@@ -302,11 +302,3 @@ def _one_line(error: BaseException) -> str:
         words, _, _part_of_word = reason[:_MOST_CHARACTERS].rpartition(" ")
         reason = f"{words} ..." if words else reason[:_MOST_CHARACTERS]
     return f"{name}: {reason}"
-
-
-def _group_ranks(texts: dict[int, str]) -> str:
-    """Join the texts of all ranks into one line; ranks with the same text share an entry."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{list_ranks(each)}: {text}" for text, each in ranks.items())
