@@ -162,10 +162,12 @@ class SSHLauncher(BatchLauncher):
             lacking = set[str]()
             for host in hosts:
                 lacking |= host.check()
-            signals.interrupt = functools.partial(_tell_all, hosts, "interrupt")
             with pickled_by_value(lacking):
                 call = NodeCall.of(task.renewed())
-            return outcomes_of(_results(call, hosts))
+            _send_call(call, hosts)
+            # Not before: Ctrl-C while a call is sent would put the word into the middle of it.
+            signals.interrupt = functools.partial(_tell_all, hosts, "interrupt")
+            return outcomes_of(_results(hosts))
 
     @property
     def names(self) -> list[str]:
@@ -285,12 +287,16 @@ def _connected(name: str, launcher: SSHLauncher) -> Iterator[_Host]:
             yield _Host(name, python, process, connection, words)
 
 
-def _results(call: NodeCall, hosts: Sequence[_Host]) -> list[bytes]:
-    """Make the call on the hosts, and show its output; return their results, in their order."""
+def _send_call(call: NodeCall, hosts: Sequence[_Host]) -> None:
+    """Send the call to the hosts, each of which makes it as a node."""
     # The ranks sign with this key what they send each other. It comes through ssh, which encrypts.
     key = secrets.token_hex(16)
     for node, host in enumerate(hosts):
         host.tell((call, Node(*hosts[0].address, node), key))
+
+
+def _results(hosts: Sequence[_Host]) -> list[bytes]:
+    """Show the output of the call until it ends; return the hosts' results, in their order."""
     # Connection -> node, for those that run. An agent whose outcome has come may end.
     running: dict[Any, int] = {host.connection: node for node, host in enumerate(hosts)}
     results = dict[int, bytes]()

@@ -232,3 +232,45 @@ def test_a_lost_connection_ends_the_call_on_all_hosts(hosts: Hosts, tmp_path: Pa
     _, err = waiting.process.communicate(timeout=120)
     assert "LaunchError: the connection to host gpu2 has ended" in err
     waiting.require_gone()
+
+
+AGENT = """
+import os, signal, struct, sys
+from multiprocessing.connection import Connection
+from parallelize.launchers.ssh import _versions
+
+open(0, "rb", 0, closefd=False).readline()  # the variables
+Connection(os.dup(0), writable=False).recv()
+Connection(os.dup(1), readable=False).send((_versions(), ("127.0.0.1", 1), set()))
+call = open(0, "rb", 0, closefd=False)
+size, = struct.unpack("!i", call.read(4))
+os.kill(os.getppid(), signal.SIGINT)
+received = b""
+while len(received) < size and (part := call.read(size - len(received))):
+    received += part
+with open(os.environ["RECEIVED"], "w") as file:
+    file.write("whole" if len(received) == size else "part")
+"""
+
+SENDING = """
+import sys
+from parallelize import SSHLauncher, distributed
+
+@distributed(launcher=SSHLauncher(hosts=["gpu1"], ssh=sys.argv[1:]), processes=1)
+def size_of(data):
+    return len(data)
+
+if __name__ == "__main__":
+    size_of(bytes(1 << 24))
+"""
+
+
+def test_ctrl_c_while_a_call_is_sent_ends_it(tmp_path: Path) -> None:
+    """A word to the agent would stand in the middle of the pickled call, which the agent could not read then."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "sending.py").write_text(SENDING)
+    env = {**os.environ, "PYTHONPATH": str(PARENT), "RECEIVED": str(tmp_path / "received")}
+    command = [sys.executable, tmp_path / "sending.py", sys.executable, tmp_path / "agent.py"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert (tmp_path / "received").read_text() == "part", ended.stderr
+    assert "KeyboardInterrupt" in ended.stderr
