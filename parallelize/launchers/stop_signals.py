@@ -41,6 +41,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.interrupt: Callable[[], None] | None = None
         self.is_interrupted = False
+        # Signal -> its handler before, for the signals that are handled here.
         self._callers_handlers: dict[int, Any] = {}
         self._stopped_by: int | None = None
 
@@ -68,15 +69,18 @@ class StopSignals:
             self._deliver(self._stopped_by)
 
     def _install_handlers(self) -> None:
-        """Note the caller's handlers, and replace those of signals that the caller does not ignore.
+        """Replace the caller's handlers, and note them.
 
-        A program ignores SIGHUP if it was started by nohup.
+        What the caller ignores stays ignored, such as SIGHUP in a program that nohup has started. A
+        handler that is not Python's stays, too, such as that of R or Julia with Python inside:
+        `getsignal` has None for it, and nothing could restore it.
         """
         for number in _STOP_SIGNALS:
             handler = signal.getsignal(number)
+            if handler is None or handler == signal.SIG_IGN:
+                continue
             self._callers_handlers[number] = handler
-            if handler != signal.SIG_IGN:
-                signal.signal(number, self.stop)
+            signal.signal(number, self.stop)
 
     def stop(self, number: int, _frame: FrameType | None = None) -> None:
         """Do what a stop signal does.
