@@ -192,12 +192,17 @@ class _RayJob(BatchJob[Any]):
     def _attempt(self) -> list[Outcome]:
         """Run the call on actors of its own; return the outcomes, or raise what has ended it."""
         ray = self._ray
+        strategy_class = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         bundle = self._bundle()
         num_nodes = self._layout.num_nodes
         self._show("PENDING", f", for {num_nodes} x {bundle}")
         group = ray.util.placement_group([bundle] * num_nodes, strategy=self._launcher.strategy)
-        actors = self._actors(group)
+        actors: list[Any] = []
         try:
+            actor_class = self._actor_class()
+            for node in range(num_nodes):
+                in_bundle = actor_class.options(scheduling_strategy=strategy_class(group, node))
+                actors.append(in_bundle.remote())
             results = self._results(actors)
         except ray.exceptions.RayError as error:
             raise LaunchError(
@@ -224,10 +229,9 @@ class _RayJob(BatchJob[Any]):
     def _cores(self) -> int:
         return self._launcher.cpus_per_task * self._layout.local_world_size
 
-    def _actors(self, group: Any) -> list[Any]:
-        """Return an actor in each bundle of a placement group."""
+    def _actor_class(self) -> Any:
+        """Return Ray's class of the actors, with what each of them needs."""
         launcher = self._launcher
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         # By itself, Ray sets OMP_NUM_THREADS to all cores of a node, which its ranks share; and
         # with an actor it kills the fork server, which would end the ranks.
         environment = {
@@ -235,17 +239,13 @@ class _RayJob(BatchJob[Any]):
             "RAY_kill_child_processes_on_worker_exit": "false",
             **launcher.runtime_env.get("env_vars", {}),
         }
-        actor_class = self._ray.remote(
+        ray_class: Any = self._ray.remote(
             num_cpus=self._cores(),
             num_gpus=len(self._layout.indices),
             resources=dict(launcher.resources),
             runtime_env={**launcher.runtime_env, "env_vars": environment},
-        )(_NodeActor)
-        actors = []
-        for node in range(self._layout.num_nodes):
-            placed = actor_class.options(scheduling_strategy=strategy(group, node))
-            actors.append(placed.remote())
-        return actors
+        )
+        return ray_class(_NodeActor)
 
     def _results(self, actors: Sequence[Any]) -> list[bytes]:
         """Make the call on the actors; return the results of those that have ended.
