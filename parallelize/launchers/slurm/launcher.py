@@ -266,8 +266,12 @@ class SlurmLauncher(BatchLauncher):
         argument over both.
         """
         options = self._options(task)
-        names = [name for name in USERS_DEFAULTS if options.get(name) is not None]
-        return [f"--{name}={options[name]}" for name in names]
+        arguments = []
+        for name in USERS_DEFAULTS:
+            value = options.get(name)
+            if value is not None and value is not False:
+                arguments.append(f"--{name}={value}")
+        return arguments
 
     def write_script(self, task: Task, path: Path) -> None:
         """Write the job script to `path`, and the job's files to the folder `path` + ".job"."""

@@ -203,6 +203,7 @@ def test_a_job_does_not_inherit_the_job_around_it() -> None:
         ({}, []),
         ({"account": "a", "partition": "p"}, ["--account=a", "--partition=p"]),
         ({"qos": "q", "sbatch": {"reservation": "r"}}, ["--qos=q", "--reservation=r"]),
+        ({"account": "a", "sbatch": {"account": False, "partition": None}}, []),
     ],
 )
 def test_the_users_defaults_of_sbatch_count_where_the_launcher_has_no_option(
