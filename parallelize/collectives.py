@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallelize.agreement.fingerprint import digest
 from parallelize.agreement.gather import gather_objects
-from parallelize.errors import ConfigError, SyncError, did_you_mean
+from parallelize.errors import ConfigError, SyncError, did_you_mean, error_text
 from parallelize.gradients import differentiable
 from parallelize.hang_detection.stack_frames import call_site
 from parallelize.hang_detection.statements import rank_test_here
@@ -178,7 +178,7 @@ def _exchange_failures(failure: BaseException | None) -> None:
     Raises:
         SyncError: another rank has failed, and this one has not.
     """
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    text = None if failure is None else f"{type(failure).__name__}: {error_text(failure)}"
     with waiting_for("main_first", wait_kind=WaitKind.CALL):
         texts = gather_objects(text)
     if failure is not None:

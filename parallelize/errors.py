@@ -109,6 +109,14 @@ def add_note(error: BaseException, text: str) -> None:
     vars(error)["__notes__"] = [*notes, text]
 
 
+def error_text(error: BaseException) -> str:
+    """Return str(error), or a placeholder if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as exc:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"(no text: its __str__ raised {type(exc).__name__})"
+
+
 def did_you_mean(name: str, valid_names: Iterable[str]) -> str:
     """Return a hint for an unknown name: the most similar valid name, if any, and all of them.
 

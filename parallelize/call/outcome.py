@@ -21,7 +21,7 @@ from parallelize.call.pickling import dump, load
 from parallelize.call.random_states import RandomStates
 from parallelize.call.tracebacks import shorten_chain
 from parallelize.cluster.world import World
-from parallelize.errors import ParallelizeError, WorkerError
+from parallelize.errors import ParallelizeError, WorkerError, error_text
 
 _CPU = torch.device("cpu")
 _FIX_VALUE = "return plain values, tensors, modules or state_dicts"
@@ -138,7 +138,7 @@ class Outcome:
         except Exception as exc:
             raise WorkerError(
                 "the return value of a worker cannot be unpickled in the calling process",
-                why=f"{type(exc).__name__}: {exc}",
+                why=f"{type(exc).__name__}: {error_text(exc)}",
                 fix=_FIX_VALUE,
             ) from exc
         return outcome
@@ -152,11 +152,3 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
         frames = "".join(traceback.format_tb(trace))
         last = f"{type(error).__name__}: {error_text(error)}"
         return f"Traceback (most recent call last):\n{frames}{last}\n"
-
-
-def error_text(error: BaseException) -> str:
-    """Return str(error), or a placeholder if its `__str__` raises."""
-    try:
-        return str(error)
-    except Exception as exc:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"(no text: its __str__ raised {type(exc).__name__})"

@@ -12,7 +12,7 @@ from typing import Any
 from parallelize.call.pickler import Trial
 from parallelize.call.reachable import CONTAINERS, is_a, variables_of
 from parallelize.cluster.code_owner import is_user_module
-from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.errors import ConfigError, ParallelizeError, error_text
 
 FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _FIX_OF_CLASS = "a class is sent with what it has: make the object in __init__, or where it is used"
@@ -60,7 +60,7 @@ def error_of(
         fix = part.fix or fix
     if "get_ipython" in name:
         fix = _FIX_OF_NOTEBOOK
-    text = str(reason).strip().partition("\n")[0] or "no reason given"
+    text = error_text(reason).strip().partition("\n")[0] or "no reason given"
     return raises(f"{name} cannot be pickled", why=f"{type(reason).__name__}: {text}", fix=fix)
 
 

@@ -24,8 +24,15 @@ import signal
 from collections.abc import Sequence
 from operator import attrgetter
 
-from parallelize.call.outcome import Outcome, error_text, format_error
-from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
+from parallelize.call.outcome import Outcome, format_error
+from parallelize.errors import (
+    ParallelizeError,
+    SyncError,
+    WorkerError,
+    add_note,
+    error_text,
+    list_ranks,
+)
 from parallelize.hang_detection.stack_frames import call_site_in
 
 # Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain

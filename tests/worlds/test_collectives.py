@@ -269,6 +269,30 @@ def test_a_failure_in_main_first_reaches_all(failing):
     assert f"main_first failed on rank {failing}: OSError: disk full" in texts[1 - failing]
 
 
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+def test_an_error_without_a_text_in_main_first_reaches_all():
+    """Rank 0's exception has a `__str__` that raises: the other ranks do not wait for it."""
+
+    @distributed(processes=2, timeout=60)
+    def run():
+        try:
+            with main_first():
+                if rank() == 0:
+                    raise NoTextError
+        except NoTextError:
+            return "its own"
+        except SyncError as exc:
+            return str(exc)
+
+    own, other = run.all_ranks()
+    assert own == "its own"
+    assert "main_first failed on rank 0: NoTextError: (no text" in other
+
+
 def test_a_launched_process_without_a_group_is_refused(run_script):
     """With torchrun's variables, but no process group, a collective raises ConfigError."""
     script = """

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from parallelize.call.outcome import Outcome, error_text
-from parallelize.errors import ParallelizeError, WorkerError, add_note
+from parallelize.call.outcome import Outcome
+from parallelize.errors import ParallelizeError, WorkerError, add_note, error_text
 from parallelize.launchers.failures import is_cause
 
 _MOST_CHARACTERS = 30_000

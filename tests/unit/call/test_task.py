@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -128,6 +128,17 @@ class HoldsAGeneratorError(Exception):
 class SpeechlessError(HoldsAGeneratorError):
     def __str__(self) -> str:
         raise ValueError("nothing to say")
+
+
+class Unpicklable:
+    def __reduce__(self) -> NoReturn:
+        raise SpeechlessError
+
+
+def test_a_reason_without_a_text_hides_no_name() -> None:
+    """What cannot be pickled is named, also if the reason's own `__str__` raises."""
+    with pytest.raises(ConfigError, match=r"argument 'model' \(first\) cannot be pickled\n(.|\n)*SpeechlessError"):
+        Task.of(Call(train, (Unpicklable(),), {}, layout()))
 
 
 @pytest.mark.parametrize(
