@@ -52,6 +52,7 @@ from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
 from parallelize.plugins.options import count
 from parallelize.run.context import Runtime, active
+from parallelize.run.user_line import user_stacklevel
 from parallelize.worker.in_process import gather_values, run_as_rank, run_in_this_process
 from parallelize.worker.main import refuse_during_task_load
 from parallelize.worker.preemption import handle_stop_signals
@@ -225,8 +226,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
 
         Raises the same errors as `submit`.
         """
-        queue, (task,) = self._jobs([(args, kwargs)])
-        queue.write_script(task, Path(path))
+        with folded_traceback:
+            queue, (task,) = self._jobs([(args, kwargs)])
+            queue.write_script(task, Path(path))
 
     def explain(self, *, gpus: int | None = None) -> str:
         """Return a text with the processes, devices and options of a call made now.
@@ -237,10 +239,10 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             gpus: explain a call on a machine with so many GPUs; None: on this one.
 
         Raises:
-            ConfigError: the call would be refused.
+            ConfigError: the call would be refused, or `gpus` is not a number of GPUs.
         """
-        hardware = None if gpus is None else Hardware("cuda", gpus)
         with folded_traceback:
+            hardware = None if gpus is None else Hardware("cuda", count(0)("gpus", gpus))
             layout, queue = self._plan(hardware)
         return explain(layout, name=self._name, queue=queue.name if queue else None)
 
@@ -256,10 +258,12 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
                 a run.
             WorkerError: the function made no optimizer step.
         """
-        refuse_during_task_load(self._name)
-        layout = place(self._self_config.merged(os.environ), probe(), os.environ)
-        launch = functools.partial(_worker_launcher(layout).launch, node=None, environ=os.environ)
-        return compare_runs(self._call(args, kwargs, layout), steps=steps, launch=launch)
+        with folded_traceback:
+            refuse_during_task_load(self._name)
+            layout = place(self._self_config.merged(os.environ), probe(), os.environ)
+            launcher = _worker_launcher(layout)
+            launch = functools.partial(launcher.launch, node=None, environ=os.environ)
+            return compare_runs(self._call(args, kwargs, layout), steps=steps, launch=launch)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> DistributedFunction[P, R]: ...
@@ -357,7 +361,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             )
         layout = queue.plan(config)
         for warning in layout.warnings:
-            warnings.warn(warning, stacklevel=4)
+            warnings.warn(warning, stacklevel=user_stacklevel())
         return queue, [Task.of(self._call(args, kwargs, layout)) for args, kwargs in calls]
 
     def _submit(
@@ -379,7 +383,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         refuse_during_task_load(self._name)
         layout, queue = self._plan()
         for warning in layout.warnings:
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=user_stacklevel())
         call = self._call(args, kwargs, layout, all_ranks=all_ranks)
         if queue is not None:
             return _launch(call, by=queue)
@@ -488,12 +492,12 @@ def _launch(call: Call, *, by: Launcher, node: Node | None = None) -> Any:
         warnings.warn(
             f"{path} was edited after this program imported it: workers run the new code; start "
             "the program again",
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
     task = Task.of(call)
     outcomes = by.launch(task, node=node, environ=os.environ)
     for problem in bring_back(task, outcomes):
-        warnings.warn(problem, stacklevel=4)
+        warnings.warn(problem, stacklevel=user_stacklevel())
     first = outcomes[0]
     # The program is interrupted, or ends, only now that what was trained has come back.
     if first.is_interrupted:

@@ -78,6 +78,9 @@ def test_invalid_options_are_shown_at_the_users_line() -> None:
         lambda: distributed(2),
         lambda: distributed(backend="dpp"),
         lambda: nested.options(gpus="x"),
+        lambda: nested.sbatch_script("job.sh"),
+        lambda: nested.compare(3),
+        lambda: nested.explain(gpus="two"),  # type: ignore[arg-type]  # the mistake
         distributed(processes=1)(lambda: shard_loader([1], tail="exac")),
     ):
         assert functions(raised_by(mistake).__traceback__) == ["raised_by", "<lambda>"]

@@ -86,6 +86,14 @@ def test_a_script_without_options(tmp_path: Path) -> None:
     assert names == ["job-name", "nodes", "ntasks-per-node", "signal", "requeue", "output", "open-mode"]
 
 
+def test_a_warning_about_a_script_is_at_the_users_line(tmp_path: Path) -> None:
+    """It names the file that calls `sbatch_script`, and not the caller of that file."""
+    wide = distributed(launcher="slurm", backend="dp", gpus=1, num_nodes=2)(train)
+    with pytest.warns(UserWarning, match="at most 1 node") as shown:
+        wide.sbatch_script(tmp_path / "job.sh")
+    assert shown[0].filename == __file__
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
