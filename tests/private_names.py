@@ -231,6 +231,16 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "_extract_code_globals": ("find the variables that a function mentions", "calls fail"),
     },
+    "threading": {
+        "_shutdown": ("end the executors and threads of a worker as at the end of a program", "workers end later"),
+    },
+    "atexit": {
+        "_clear": ("forget the functions of the fork server's imports", "a worker removes a folder of all workers"),
+        "_run_exitfuncs": ("run the exit functions of a worker within its grace", "workers end later"),
+    },
+    "multiprocessing.util": {
+        "_exit_function": ("end the children of a worker, as at the end of a program", "children are left"),
+    },
     "threading.Condition": {
         "_lock": (
             "send a Condition with the lock that it shares with other objects",

@@ -141,7 +141,7 @@ def test_a_call_to_another_machine_lies_in_a_private_folder(temporary: Path) -> 
     call = NodeCall.of(Task.of(Call(seen.__wrapped__, (looks,), {}, layout)))
     assert looks.modes
     assert {mode for _, mode in looks.modes} == {"drwx------"}
-    (outcome,) = outcomes_of(call.run(Node("127.0.0.1", 0, 0)))
+    (outcome,) = outcomes_of([call.run(Node("127.0.0.1", 0, 0))])
     assert outcome.value
     assert {mode for _, mode in outcome.value} == {"drwx------"}
     assert left_in(temporary) == []

@@ -96,7 +96,7 @@ def test_a_worker_that_ended_before_it_wrote_has_no_output(tmp_path: Path) -> No
 
 
 def test_output_and_records_of_a_rank_are_shown_in_the_order_of_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come in three files, all read at once: the records say where in the output they belong."""
     streams = [rank_file(tmp_path, 1, stream) for stream in ("out", "err")]
@@ -113,6 +113,8 @@ def test_output_and_records_of_a_rank_are_shown_in_the_order_of_time(
             err.flush()
             records.mark()
             out.write(f"out again {number}\n")
+    # pytest's handlers have a format of their own.
+    monkeypatch.setattr(logging.root, "handlers", [])
     (output,) = outputs_of_ranks(tmp_path, [1], str(tmp_path / "logs"), "call")
     output.forward(is_last=True)
     text = (tmp_path / "logs" / "call" / "rank1.log").read_text()
