@@ -58,10 +58,11 @@ def all_reduce(x: Any, op: Op) -> Any:
             why="unknown reduction",
             fix=did_you_mean(str(op), differentiable.REDUCE_OPS),
         )
-    _refuse_unsupported(x, f"all_reduce(op={op!r})", op=op)
+    call = f"all_reduce(op={op!r})"
+    _refuse_unsupported(x, call, op=op)
     if num_processes() == 1:
         return map_leaves(lambda leaf: _reduce_alone(leaf, op), x)
-    _check_same_call(f"all_reduce(op={op!r})", x)
+    _check_same_call(call, x)
     return map_leaves(lambda leaf: _reduce(leaf, op), x)
 
 

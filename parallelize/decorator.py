@@ -261,8 +261,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         with folded_traceback:
             refuse_during_task_load(self._name)
             layout = place(self._self_config.merged(os.environ), probe(), os.environ)
-            launcher = _worker_launcher(layout)
-            launch = functools.partial(launcher.launch, node=None, environ=os.environ)
+            launch = functools.partial(
+                _worker_launcher(layout).launch, node=None, environ=os.environ
+            )
             return compare_runs(self._call(args, kwargs, layout), steps=steps, launch=launch)
 
     @overload
@@ -360,8 +361,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
                 "submit",
             )
         layout = queue.plan(config)
-        for warning in layout.warnings:
-            warnings.warn(warning, stacklevel=user_stacklevel())
+        _warn(layout.warnings)
         return queue, [Task.of(self._call(args, kwargs, layout)) for args, kwargs in calls]
 
     def _submit(
@@ -382,8 +382,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             return self._run_inside(run, args, kwargs, all_ranks=all_ranks)
         refuse_during_task_load(self._name)
         layout, queue = self._plan()
-        for warning in layout.warnings:
-            warnings.warn(warning, stacklevel=user_stacklevel())
+        _warn(layout.warnings)
         call = self._call(args, kwargs, layout, all_ranks=all_ranks)
         if queue is not None:
             return _launch(call, by=queue)
@@ -455,6 +454,12 @@ def _check_is_plain_function(function: object) -> None:
     )
 
 
+def _warn(texts: Iterable[str]) -> None:
+    """Warn at the line of the user that has made the call."""
+    for text in texts:
+        warnings.warn(text, stacklevel=user_stacklevel())
+
+
 def _boundary() -> contextlib.AbstractContextManager[None]:
     """Return the context of a call, which folds the tracebacks of exceptions that users see.
 
@@ -476,7 +481,7 @@ def _resolve(module: str, qualname: str) -> Any:
 def _worker_launcher(layout: Layout) -> Launcher:
     """Return the launcher that starts workers on this node: no batch launcher, which queues."""
     launcher = layout.config.launcher
-    if launcher is not None and not launcher.queues:
+    if launcher is not None and not isinstance(launcher, BatchLauncher):
         return launcher
     local: Launcher = registry.find("launchers", "local")()
     return local
@@ -488,16 +493,14 @@ def _launch(call: Call, *, by: Launcher, node: Node | None = None) -> Any:
     Returns:
         Rank 0's value, or the list of all ranks' values.
     """
-    for path in calling_process.imported_files.edited():
-        warnings.warn(
-            f"{path} was edited after this program imported it: workers run the new code; start "
-            "the program again",
-            stacklevel=user_stacklevel(),
-        )
+    _warn(
+        f"{path} was edited after this program imported it: workers run the new code; start the "
+        "program again"
+        for path in calling_process.imported_files.edited()
+    )
     task = Task.of(call)
     outcomes = by.launch(task, node=node, environ=os.environ)
-    for problem in bring_back(task, outcomes):
-        warnings.warn(problem, stacklevel=user_stacklevel())
+    _warn(bring_back(task, outcomes))
     first = outcomes[0]
     # The program is interrupted, or ends, only now that what was trained has come back.
     if first.is_interrupted:

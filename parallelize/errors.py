@@ -128,15 +128,12 @@ def did_you_mean(name: str, valid_names: Iterable[str]) -> str:
     for valid_name in sorted(valid_names):
         shown_by_folded[valid_name.casefold()] = repr(valid_name)
 
-    def difference_in_length(folded: str) -> int:
-        return abs(len(folded) - len(name))
-
     hint = ""
     similar = difflib.get_close_matches(name.casefold(), shown_by_folded)
     if similar:
-        # Of several one of the same length: "dpp" is a typo of "ddp", although "dp" is more
-        # similar.
-        closest = min(similar, key=difference_in_length)
+        # Of several names, that of the nearest length: "dpp" is a typo of "ddp", although "dp" is
+        # more similar.
+        closest = min(similar, key=lambda folded: abs(len(folded) - len(name)))
         hint = f"did you mean {shown_by_folded[closest]}? "
     return f"{hint}known: {', '.join(shown_by_folded.values()) or 'none'}"
 

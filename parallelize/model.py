@@ -209,11 +209,10 @@ def _parse_block_options(average: Any, buffers: Any, methods: Any) -> BlockOptio
     Raises:
         ConfigError: one has a value that does not exist.
     """
-    parsed_methods = _parse_methods(methods)
-    _require_choice("average", average, ("ranks", "sum", "tokens"))
+    choice("ranks", "sum", "tokens")("average", average)
     if buffers is not None:
-        _require_choice("buffers", buffers, ("rank0", "mean"))
-    return BlockOptions(average, buffers, parsed_methods)
+        choice("rank0", "mean")("buffers", buffers)
+    return BlockOptions(average, buffers, _parse_methods(methods))
 
 
 def _parse_optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -244,10 +243,6 @@ def _parse_methods(methods: Any) -> tuple[str, ...]:
             fix="pass names, as in methods=['encode', 'loss']",
         )
     return listed
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    choice(*choices)(name, value)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:

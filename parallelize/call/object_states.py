@@ -14,7 +14,6 @@ call, so that the workers' list holds their copies in the same order.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,19 +43,17 @@ class ObjectState:
 
 
 def states_of(stateful: Sequence[Any]) -> dict[int, ObjectState]:
-    """Return the states of stateful objects, by their index; unreadable ones are left out."""
+    """Return the states of stateful objects, by their index, without those that have none yet."""
     states = {}
     for index, item in enumerate(stateful):
-        with contextlib.suppress(_Unreadable):
-            states[index] = _state_of(item)
+        state = _state_of(item)
+        if state is not None:
+            states[index] = state
     return states
 
 
-class _Unreadable(Exception):  # noqa: N818 - it is no error: the object stays as it is
-    """An object has no state yet."""
-
-
-def _state_of(item: Any) -> ObjectState:
+def _state_of(item: Any) -> ObjectState | None:
+    """Return the state of an object; None: its class cannot read it, as before the first use."""
     tensors = {}
     for name, tensor in tensors_of(item).items():
         # A model that a block with restore=False left sharded has DTensors, which only all ranks
@@ -70,8 +67,8 @@ def _state_of(item: Any) -> ObjectState:
     read, _ = _reader_and_writer(item)
     try:
         return ObjectState(tensors, read())
-    except Exception as error:  # a user's class may raise anything
-        raise _Unreadable from error
+    except Exception:  # noqa: BLE001 - a user's class may raise anything
+        return None
 
 
 def tensors_of(item: object) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 from parallelize.call.pickling import dump, load
 from parallelize.call.random_states import RandomStates
 from parallelize.call.tracebacks import shorten_chain
+from parallelize.call.unpicklable import Part
 from parallelize.cluster.world import World
 from parallelize.errors import ParallelizeError, WorkerError, error_text
 
@@ -96,7 +97,10 @@ class Outcome:
         Raises:
             WorkerError: the return value cannot be pickled.
         """
-        parts = {"the returned value": self.value, "the state of an optimizer": self.states}
+        parts = (
+            Part("the returned value", self.value),
+            Part("the state of an optimizer", self.states),
+        )
         try:
             dump(self, file, parts=parts, raises=WorkerError, fix=_FIX_VALUE)
             if self.error is not None and isinstance(file, Path):
@@ -114,7 +118,7 @@ class Outcome:
                 fix="see the worker's traceback; to catch the exception by its type, keep only "
                 "plain values in its attributes",
             )
-            dump(dataclasses.replace(self, error=error), file, parts={})
+            dump(dataclasses.replace(self, error=error), file)
 
     def dumps(self) -> bytes:
         """Pickle the outcome for another rank of this program; raise the same errors as `write`."""

@@ -27,7 +27,7 @@ import io
 import os
 import pickle
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch
 from parallelize.call.arrays import Mappings
 from parallelize.call.pickle_cases import Reader
 from parallelize.call.pickler import Pickler
-from parallelize.call.unpicklable import FIX, error_of, parts_by_name
+from parallelize.call.unpicklable import FIX, Part, error_of
 from parallelize.errors import ConfigError, LaunchError, ParallelizeError
 
 
@@ -45,7 +45,7 @@ def dump(
     obj: object,
     file: Path | io.BytesIO,
     *,
-    parts: Mapping[str, object],
+    parts: Iterable[Part] = (),
     raises: type[ParallelizeError] = ConfigError,
     fix: str = FIX,
     is_local: bool = False,
@@ -56,7 +56,7 @@ def dump(
         obj: object that cloudpickle can pickle; CUDA tensors are written by value.
         file: path in a folder that only this user can read; or buffer, for another rank of the same
             script, where each class of `__main__` exists.
-        parts: name -> part of `obj`; an error names the part that cannot be pickled.
+        parts: those of `obj` that have a name; an error names the one that cannot be pickled.
         raises: class of the exception, which names the variable, item or attribute that cannot be
             pickled.
         fix: how the user fixes that.
@@ -82,7 +82,7 @@ def dump(
             written.unlink(missing_ok=True)
             if getattr(cause_of(exc), "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise full_disk_error(written.parent) from None
-        raise error_of(parts_by_name(parts), exc, raises=raises, fix=fix) from exc
+        raise error_of(parts, exc, raises=raises, fix=fix) from exc
     if isinstance(file, Path) and isinstance(written, Path):
         written.replace(file)
 

@@ -100,15 +100,7 @@ class Task(Call):
         values = ModuleValues.of(survey.code)
         # The survey goes on: what the values share with the call is not looked at a second time.
         survey.dump(values)
-        return cls(
-            call.function,
-            call.args,
-            call.kwargs,
-            call.layout,
-            call.all_ranks,
-            values=values,
-            stateful=tuple(survey.stateful),
-        )
+        return cls(**vars(call), values=values, stateful=tuple(survey.stateful))
 
     def renewed(self) -> Task:
         """Return the task for modules that are pickled by value since it was made.
@@ -130,7 +122,7 @@ class Task(Call):
         Raises:
             LaunchError: the disk has no space for the task, or for the models that come back.
         """
-        dump(self, path, parts={}, is_local=is_local)
+        dump(self, path, is_local=is_local)
         size = bytes_of_models(self.stateful)
         free = shutil.disk_usage(path.parent).free
         if free < size and self.layout.config.update_modules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +62,6 @@ def error_of(
         fix = _FIX_OF_NOTEBOOK
     text = error_text(reason).strip().partition("\n")[0] or "no reason given"
     return raises(f"{name} cannot be pickled", why=f"{type(reason).__name__}: {text}", fix=fix)
-
-
-def parts_by_name(values: Mapping[str, object]) -> list[Part]:
-    """Return parts that have nothing but a name."""
-    return [Part(name, value) for name, value in values.items()]
 
 
 def _unpicklable_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, Exception]]:

@@ -82,7 +82,7 @@ class Config:
     """
 
     # How a model runs in parallel.
-    backend: Annotated[Backend, parse.plugin("backends", Backend)]
+    backend: Annotated[Backend, parse.plugin("backends")]
     wrap: Annotated[Callable[..., Any] | None, parse.function] = None
     logical: Annotated[int | None, parse.integer(1, _MAX_PROCESSES)] = None
     verify_every: Annotated[int, parse.integer(0)] = 0
@@ -95,11 +95,11 @@ class Config:
 
     # In which numbers.
     amp: Annotated[Amp | None, parse.amp] = None
-    amp_engine: Annotated[type[Precision], parse.plugin("precision", Precision, is_class=True)]
+    amp_engine: Annotated[type[Precision], parse.plugin("precision", is_class=True)]
     seed: Annotated[int | None, parse.integer(0, 2**32 - 1)] = None
 
     # How its processes start, meet and end.
-    launcher: Annotated[Launcher | None, parse.plugin("launchers", Launcher)] = None
+    launcher: Annotated[Launcher | None, parse.plugin("launchers")] = None
     process_group_backend: Annotated[str | None, parse.process_group_backend] = None
     init_connection: Annotated[Callable[..., Any] | None, parse.function] = None
     timeout: Annotated[timedelta, parse.timeout] = timedelta(minutes=30)

@@ -106,25 +106,15 @@ class Layout:
         for position, index in enumerate(self.indices):
             device = torch.device(self.device_type, index)
             positions[device] = torch.device(self.device_type, position)
-        devices = tuple(_mapped(devices_of_rank, positions) for devices_of_rank in self.devices)
+        devices = tuple(
+            tuple(map(positions.__getitem__, devices_of_rank)) for devices_of_rank in self.devices
+        )
         gpus = self.config.gpus
         if isinstance(gpus, tuple):
             gpus = tuple(self.indices.index(index) for index in gpus)
         backend = self.config.backend.renumbered(positions)
         config = dataclasses.replace(self.config, gpus=gpus, backend=backend)
         return dataclasses.replace(self, config=config, devices=devices)
-
-
-def _mapped(
-    devices: tuple[torch.device, ...], positions: Mapping[torch.device, torch.device]
-) -> tuple[torch.device, ...]:
-    """Return devices as another process numbers them.
-
-    Args:
-        devices: those of one rank.
-        positions: device -> the same device in the other process.
-    """
-    return tuple(positions[device] for device in devices)
 
 
 def compute_layout(config: Config, hardware: Hardware, world: World | None = None) -> Layout:

@@ -82,16 +82,14 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def plugin(
-    family: registry.Family, base: type, *, is_class: bool = False
-) -> Callable[[str, Any], Any]:
+def plugin(family: registry.Family, *, is_class: bool = False) -> Callable[[str, Any], Any]:
     """Return the parser of a plug-in: an object, its class, or the name of one without options.
 
     Args:
         family: what the plug-in is, such as "backends".
-        base: base class of the family.
         is_class: whether the parsed value is the class, and not an object.
     """
+    base = registry.BASE_CLASSES[family]
 
     def parse(name: str, value: Any) -> Any:
         if isinstance(value, base):

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -174,8 +174,6 @@ class BatchJob(abc.ABC, Generic[R]):
 
 class BatchLauncher(Launcher):
     """A launcher that submits calls to a cluster; the jobs run on other machines."""
-
-    queues: ClassVar[bool] = True
 
     def plan(self, config: Config) -> Layout:
         """Return the layout of a job on the cluster's nodes, whose hardware is not known yet.

@@ -38,22 +38,6 @@ if TYPE_CHECKING:
     from parallelize.agreement.verification import Verification
     from parallelize.backends.logical import PartsOfBlock
 
-__all__ = [
-    "LEVELS",
-    "Amp",
-    "Backend",
-    "Engine",
-    "Inner",
-    "Launcher",
-    "Level",
-    "LocalEngine",
-    "Precision",
-    "PrecisionRequest",
-    "Reduction",
-    "RoutedModel",
-    "Session",
-]
-
 Level = Literal["O0", "O1", "O2", "O3"]
 LEVELS: tuple[Level, ...] = ("O0", "O1", "O2", "O3")
 
@@ -470,8 +454,6 @@ class Launcher(abc.ABC):
     """A way to start the processes of a call."""
 
     name: ClassVar[str]
-    queues: ClassVar[bool] = False
-    """Whether the launcher can submit calls as jobs to a cluster's queue (Slurm)."""
     option_parsers: ClassVar[Mapping[str, Parse]] = {}
     """Option -> its parser, of `parallelize.plugins.options`."""
 

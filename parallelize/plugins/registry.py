@@ -38,7 +38,7 @@ BUILTIN: Mapping[Family, Mapping[str, str]] = {
     "precision": {"apex": "apex:ApexPrecision", "native": "native:NativePrecision"},
 }
 
-_BASE_CLASSES: Mapping[Family, type] = {
+BASE_CLASSES: Mapping[Family, type] = {
     "backends": Backend,
     "launchers": Launcher,
     "precision": Precision,
@@ -62,7 +62,7 @@ def find(family: Family, name: str) -> Any:
     if name in BUILTIN[family]:
         return EntryPoint(name, f"{group}.{BUILTIN[family][name]}", group).load()
     for entry_point in entry_points(group=group, name=name):
-        return _load(entry_point, _BASE_CLASSES[family])
+        return _load(entry_point, BASE_CLASSES[family])
     return None
 
 

@@ -38,7 +38,7 @@ def test_rank_0_is_shown_and_the_file_stays_the_callers(run_script, tmp_path: Pa
 def test_a_process_without_that_object_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a library's object that the program has made, and no import: it is not replaced by None in silence."""
     number = loguru.logger.add(tmp_path / "log")
-    dump(loguru.logger, tmp_path / "file", parts={})
+    dump(loguru.logger, tmp_path / "file")
     assert load(tmp_path / "file", device=torch.device("cpu")) is loguru.logger
     loguru.logger.remove(number)
     monkeypatch.setattr(loguru, "logger", None)

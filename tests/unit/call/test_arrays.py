@@ -31,7 +31,7 @@ def size_of_pickle(file: Any) -> int:
 def sent(item: object, folder: Path, *, is_local: bool = False) -> tuple[Any, int]:
     """Return an object as another process gets it, and the bytes that it would copy."""
     path = folder / "file"
-    dump(item, path, parts={}, is_local=is_local)
+    dump(item, path, is_local=is_local)
     size = size_of_pickle(path)
     loaded = load(path, device=CPU)
     path.unlink()
@@ -148,7 +148,7 @@ def test_arrays_in_containers_and_many_of_them(tmp_path: Path) -> None:
 
 def test_readers_have_private_arrays(tmp_path: Path) -> None:
     """As they have private tensors; the file may be gone."""
-    dump(ROWS, tmp_path / "file", parts={})
+    dump(ROWS, tmp_path / "file")
     one, other = (load(tmp_path / "file", device=CPU) for _ in range(2))
     (tmp_path / "file").unlink()
     one += 1
@@ -163,7 +163,7 @@ def test_memory_that_arrays_and_tensors_share(tmp_path: Path, to_file: bool) -> 
     items = [array, torch.from_numpy(array), array.view(np.int64), array.view(np.uint8), array[50:]]
     file: Any = tmp_path / "file" if to_file else io.BytesIO()
     for each in (items, items[:2]):
-        dump(each, file, parts={})
+        dump(each, file)
         loaded = load(file if to_file else file.getvalue(), device=CPU)
         for mine, theirs in zip(each, loaded, strict=True):
             np.testing.assert_array_equal(np.asarray(theirs), np.asarray(mine))
@@ -317,7 +317,7 @@ def test_what_is_no_memmap_of_a_named_file(path: Path, tmp_path: Path) -> None:
 
 def test_another_machine_gets_the_content(path: Path, tmp_path: Path) -> None:
     """Its file system may have another file at the path, or none."""
-    dump([opened(path), opened(path)[3:]], tmp_path / "file", parts={})
+    dump([opened(path), opened(path)[3:]], tmp_path / "file")
     path.unlink()
     whole, part = load(tmp_path / "file", device=CPU)
     np.testing.assert_array_equal(whole, ROWS)
@@ -327,7 +327,7 @@ def test_another_machine_gets_the_content(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [lambda path, _: os.truncate(path, 100), replace], ids=["truncated", "replaced"])
 def test_a_file_that_changes_while_the_call_starts_is_named(path: Path, tmp_path: Path, change: Any) -> None:
     """NumPy would make a truncated file longer, with zeros, and would open another one."""
-    dump(opened(path, "r+"), tmp_path / "file", parts={}, is_local=True)
+    dump(opened(path, "r+"), tmp_path / "file", is_local=True)
     change(path, None)
     size = path.stat().st_size
     with pytest.raises(LaunchError, match="the file of a memmap has changed"):

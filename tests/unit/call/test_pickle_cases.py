@@ -25,7 +25,7 @@ from parallelize.errors import ConfigError
 
 
 def round_trip(obj: object, folder: Path) -> Any:
-    dump(obj, folder / "file", parts={})
+    dump(obj, folder / "file")
     return load(folder / "file", device=torch.device("cpu"))
 
 
@@ -89,7 +89,7 @@ def test_classes_and_objects_of_a_script_with_locks(tmp_path: Path) -> None:
 
 def pickle_of_worker(cache: Any, folder: Path) -> bytes:
     """Return what a process that has the pickle alone returns, pickled."""
-    dump(cache, folder / "file", parts={})
+    dump(cache, folder / "file")
     source = (
         "import pickle, sys\nfrom pathlib import Path\nimport torch\n"
         "from parallelize.call.pickling import load\n"
@@ -174,7 +174,7 @@ class Monitor(threading.Thread):
 def test_objects_that_threads_share_are_refused(holder: object, tmp_path: Path) -> None:
     """A copy would look alive, and nothing would come out of it."""
     with pytest.raises(ConfigError, match=f"cannot pickle '{type(holder).__name__}' object: its lock"):
-        dump(holder, tmp_path / "file", parts={})
+        dump(holder, tmp_path / "file")
 
 
 @distributed(processes=1)

@@ -17,11 +17,12 @@ import torch
 
 from parallelize import distributed
 from parallelize.call.pickling import dump, load
+from parallelize.call.unpicklable import Part
 from parallelize.errors import ConfigError
 
 
 def round_trip(obj: object, folder: Path) -> object:
-    dump(obj, folder / "file", parts={})
+    dump(obj, folder / "file")
     loaded = load(folder / "file", device=torch.device("cpu"))
     (folder / "file").unlink()
     return loaded
@@ -29,7 +30,7 @@ def round_trip(obj: object, folder: Path) -> object:
 
 def test_tensors_outlive_the_file_and_are_private(tmp_path: Path) -> None:
     """Two readers of one file do not see each other's writes, also after the file is deleted; devices are kept."""
-    dump([torch.zeros(1000), torch.empty(3, device="meta")], tmp_path / "file", parts={})
+    dump([torch.zeros(1000), torch.empty(3, device="meta")], tmp_path / "file")
     (one, meta), (other, _) = (load(tmp_path / "file", device=torch.device("cpu")) for _ in range(2))
     (tmp_path / "file").unlink()
     one += 1
@@ -193,7 +194,7 @@ def test_functions_keep_their_file_and_lines(tmp_path: Path) -> None:
     """Those of a script are pickled by value; tracebacks and hang reports show the lines of its file."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("def outer():\n    return lambda: 1 / 0", "script.py", "exec"), namespace)
-    dump(namespace["outer"], tmp_path / "value", parts={})
+    dump(namespace["outer"], tmp_path / "value")
     inner = load(tmp_path / "value", device=torch.device("cpu"))()
     with pytest.raises(ZeroDivisionError) as caught:
         inner()
@@ -222,7 +223,7 @@ def test_the_object_of_a_method_is_named(tmp_path: Path) -> None:
     """Other objects are named in tests/worlds/test_launch_anywhere.py; no file is left."""
     method = Holder(GENERATOR).method
     with pytest.raises(ConfigError, match=r"self of call\.thing cannot be pickled"):
-        dump(method, tmp_path / "file", parts={"fine": 1, "call": method})
+        dump(method, tmp_path / "file", parts=[Part("fine", 1), Part("call", method)])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -233,12 +234,12 @@ def test_private_parts_of_libraries_are_not_named(tmp_path: Path) -> None:
     model[0].numbers = GENERATOR
     for thing, name in [(operator, "the variable 'thing'"), (model, "the variable 'thing'.0.numbers")]:
         with pytest.raises(ConfigError, match=f"{name} cannot be pickled"):
-            dump(closure_over(thing), tmp_path / "file", parts={"call": closure_over(thing)})
+            dump(closure_over(thing), tmp_path / "file", parts=[Part("call", closure_over(thing))])
 
 
 def test_an_open_file_is_refused(tmp_path: Path) -> None:
     """cloudpickle would pickle a copy of its content."""
     with (tmp_path / "data").open("w") as file, pytest.raises(ConfigError, match="an open file"):
-        dump(file, tmp_path / "file", parts={})
+        dump(file, tmp_path / "file")
     with pytest.raises(ConfigError, match="cannot pickle"):
-        dump(io.BufferedReader(io.BytesIO()), tmp_path / "file", parts={})
+        dump(io.BufferedReader(io.BytesIO()), tmp_path / "file")
