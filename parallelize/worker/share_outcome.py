@@ -53,14 +53,14 @@ def held_path(folder: Path) -> Path:
 def share_outcome(task: Task, world: World, folder: Path) -> None:
     """Exchange outcomes with the other leaders, and write theirs to the folder of this node.
 
-    A rank that holds no outcome is no leader: it does nothing.
+    Only a leader that holds its outcome does so: other ranks may find the leader's, and return.
 
     Args:
         task: the call, which says whether each node needs the outcomes of all ranks, or of rank 0.
         world: rank of this process, and the address of the store.
         folder: the folder of this node's workers.
     """
-    if not held_path(folder).exists():
+    if world.local_rank > 0 or not held_path(folder).exists():
         return
     # The collectives of this run are over. From here on, this process talks to other leaders only.
     # The function has returned: Ctrl-C has nothing to interrupt.
