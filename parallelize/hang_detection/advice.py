@@ -72,7 +72,7 @@ def _test_of_rank_alone(states: _States, rank: int) -> Statement | None:
         is_around_all = True
         for state in states.values():
             is_around_all = is_around_all and statement in state.statements
-        if statement.kind == StatementKind.RANK_TEST and not is_around_all:
+        if statement.statement_kind == StatementKind.RANK_TEST and not is_around_all:
             return statement
     return None
 
@@ -143,9 +143,9 @@ def _loop_in(states: _States, block: str = "") -> Statement | None:
     for state in states.values():
         is_in_block = not block
         for statement in state.statements:
-            if statement.kind == StatementKind.LOOP and is_in_block:
+            if statement.statement_kind == StatementKind.LOOP and is_in_block:
                 return statement
-            if statement.kind == StatementKind.BLOCK and statement.line == block:
+            if statement.statement_kind == StatementKind.BLOCK and statement.line == block:
                 is_in_block = True
     return None
 

@@ -15,6 +15,14 @@ The states need not be of the same moment. Of a cycle, suppose that some rank mo
 state was taken, and let A be the first. It waited for a rank B, which then began the collective
 before A moved: either before B's state was taken, which would show it, or after it; but then B
 moved before A did.
+
+The words of this file:
+
+    state       what a rank was doing when it was asked: see `RankState`
+    pending     of a collective: begun by the rank, and not completed
+    missing     of a rank: a member of the collective's group that has not begun it
+    awaited     of a rank: missing in all pending collectives of the rank that waits
+    silent      of a rank: it has not answered, so that nothing but its last line is known
 """
 
 from __future__ import annotations
@@ -45,7 +53,11 @@ class Verdict(TypedDict):
 
 
 def find_deadlock(states: _States) -> Verdict | None:
-    """Return the verdict on ranks that provably wait forever; None: all ranks may still continue."""
+    """Return the verdict on ranks that provably wait forever.
+
+    Returns:
+        None: all ranks may still continue.
+    """
     awaited = awaited_ranks(states)
     return _mismatch(states, awaited) or _returned(states, awaited) or _cycle(states, awaited)
 
@@ -53,7 +65,8 @@ def find_deadlock(states: _States) -> Verdict | None:
 def awaited_ranks(states: _States) -> _Awaited:
     """Return the ranks that each waiting rank certainly waits for.
 
-    If a rank has several pending collectives, they are the ranks that are missing in all of them.
+    If a rank has several pending collectives, they are the ranks that are missing in all of them:
+    the rank may wait for any of the collectives, and no state shows for which.
     """
     latest_number: dict[tuple[int, str], int] = {}
     for rank, state in states.items():
@@ -80,7 +93,13 @@ def awaited_ranks(states: _States) -> _Awaited:
 def _missing_ranks(
     states: _States, latest_number: Mapping[tuple[int, str], int], collective: Collective
 ) -> frozenset[int]:
-    """Return the ranks of a collective's group that have not begun it."""
+    """Return the ranks of a collective's group that have not begun it.
+
+    Args:
+        states: states of the ranks.
+        latest_number: (rank, counter) -> number of the latest collective that the rank has begun.
+        collective: the one that a rank waits in.
+    """
     counter = collective.counter
     group, _, _library = counter.partition("/")
     missing = set()
@@ -95,7 +114,8 @@ def _mismatch(states: _States, awaited: _Awaited) -> Verdict | None:
     """Return the verdict on the first collective that is not the same on all ranks of its group."""
     pending_keys: set[tuple[str, int]] = set()
     for rank in awaited:
-        pending_keys.update((call.counter, call.seq) for call in states[rank].pending())
+        for collective in states[rank].pending():
+            pending_keys.add((collective.counter, collective.seq))
     for key in sorted(pending_keys):
         begun = _begun_collectives(states, key)
         signatures = [collective.signature for collective in begun.values()]
@@ -109,14 +129,18 @@ def _mismatch(states: _States, awaited: _Awaited) -> Verdict | None:
             texts[rank] = places[rank]
             if collective.is_completed:
                 texts[rank] = f"was in {collective.signature}, and {places[rank]}"
-        why = "all ranks of a group must make the same collective call, so none of these ends"
-        fault = f"ranks are in different collectives: {_phrases(texts)}"
-        return _verdict(fault, states, begun.keys(), why=why, fix=_FIX)
+        return _verdict(
+            f"ranks are in different collectives: {_phrases(texts)}",
+            states,
+            begun.keys(),
+            why="all ranks of a group must make the same collective call, so none of these ends",
+            fix=_FIX,
+        )
     return None
 
 
 def _begun_collectives(states: _States, key: tuple[str, int]) -> dict[int, Collective]:
-    """Return what each rank began under a counter and sequence number, if it did."""
+    """Return rank -> the collective that it has begun under a counter and sequence number."""
     begun: dict[int, Collective] = {}
     for rank, state in states.items():
         for collective in state.collectives:
@@ -132,7 +156,7 @@ def _returned(states: _States, awaited: _Awaited) -> Verdict | None:
         awaited_and_returned = awaited_by_rank & returned
         if awaited_and_returned:
             return _verdict(
-                _line(states, rank, awaited_and_returned, silent={}),
+                _describe_wait(states, rank, awaited_and_returned, silent={}),
                 states,
                 {rank, *awaited_and_returned},
                 why="a rank that has returned makes no further collective calls",
@@ -145,28 +169,34 @@ def _returned(states: _States, awaited: _Awaited) -> Verdict | None:
 def _cycle(states: _States, awaited: _Awaited) -> Verdict | None:
     """Return the verdict on blocked ranks that wait for each other."""
     blocked = {rank: awaited[rank] for rank in awaited if states[rank].is_blocked}
-    # Drop ranks that wait for no blocked rank, until none is left to drop. The ranks that stay wait
-    # for each other.
-    size = -1
-    while len(blocked) != size:
-        size = len(blocked)
-        in_turn = {rank for rank in blocked if not blocked[rank].isdisjoint(blocked)}
-        blocked = {rank: blocked[rank] for rank in in_turn}
+    # Drop ranks that wait for no blocked rank, until there is no such rank. The ranks that stay
+    # wait for each other.
+    has_dropped = True
+    while has_dropped:
+        has_dropped = False
+        for rank, awaited_by_rank in list(blocked.items()):
+            if awaited_by_rank.isdisjoint(blocked):
+                del blocked[rank]
+                has_dropped = True
     if not blocked:
         return None
     places = places_of(states)
     texts = {}
-    for rank in blocked:
+    for rank, awaited_by_rank in blocked.items():
         texts[rank] = places[rank]
         if places[rank].startswith("waits"):
-            texts[rank] += f" for {list_ranks(blocked[rank] & blocked.keys())}"
-    fault = f"ranks wait for each other: {_phrases(texts)}"
-    why = "each of them waits for what another of them has not begun"
-    return _verdict(fault, states, blocked, why=why, fix=_FIX)
+            texts[rank] += f" for {list_ranks(awaited_by_rank & blocked.keys())}"
+    return _verdict(
+        f"ranks wait for each other: {_phrases(texts)}",
+        states,
+        blocked,
+        why="each of them waits for what another of them has not begun",
+        fix=_FIX,
+    )
 
 
 def _verdict(fault: str, states: _States, ranks: Collection[int], *, why: str, fix: str) -> Verdict:
-    """Return a verdict with the advice for what the ranks do; without one, with a general advice.
+    """Return a verdict with the advice on what these ranks do, or else with the general advice.
 
     Args:
         fault: what is wrong.
@@ -207,13 +237,23 @@ def waiting_line(states: _States, world_size: int, silent: Mapping[int, str] | N
     """
     awaited = awaited_ranks(states)
     first = min(awaited, key=lambda rank: states[rank].since)
+    awaited_by_first = set(awaited[first])
+    if not awaited_by_first:
+        # No collective shows for which ranks: it may be any rank that does not wait.
+        awaited_by_first = states.keys() - awaited.keys()
     unanswered = range(world_size) - states.keys()
-    awaited_by_first = awaited[first] or (states.keys() - awaited.keys())
-    return _line(states, first, awaited_by_first | unanswered, silent or {})
+    return _describe_wait(states, first, awaited_by_first | unanswered, silent or {})
 
 
-def _line(states: _States, rank: int, awaited: Collection[int], silent: Mapping[int, str]) -> str:
+def _describe_wait(
+    states: _States,
+    rank: int,
+    awaited: Collection[int],
+    silent: Mapping[int, str],
+) -> str:
     """Say where a rank waits, and all ranks that wait at the same place, and where the awaited are.
+
+    "ranks 0 and 2 wait at train.py:9 in barrier for rank 1, which is at train.py:7 in evaluate"
 
     Args:
         states: states of the ranks that have answered.
@@ -223,9 +263,10 @@ def _line(states: _States, rank: int, awaited: Collection[int], silent: Mapping[
     """
     places = places_of(states)
     place = places[rank]
-    waiting = dict.fromkeys((some_rank for some_rank in places if places[some_rank] == place), place)
-    for awaited_rank in awaited:
-        waiting.pop(awaited_rank, None)
+    waiting = {}
+    for some_rank, place_of_rank in places.items():
+        if place_of_rank == place and some_rank not in awaited:
+            waiting[some_rank] = place
     if not awaited:
         return _phrases(waiting)
     awaited_places = {}

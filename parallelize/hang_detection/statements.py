@@ -64,21 +64,24 @@ class Statement(NamedTuple):
     """A statement around a line.
 
     Args:
-        kind: what it is to a report.
+        statement_kind: what it is to a report.
         line: where it begins: "train.py:18".
         text: of a RANK_TEST, the branch that the line is in, as a report names it.
         exits: of a LOOP, what may end it, or one of its steps, on one rank alone, with its line:
             "break:17". An "except" may be in the loop or around it.
     """
 
-    kind: StatementKind
+    statement_kind: StatementKind
     line: str
     text: str = ""
     exits: Sequence[str] = ()
 
 
 def statements_around(stack: Stack) -> list[Statement]:
-    """Return the statements around the lines of the user's program in a stack, outermost first."""
+    """Return the statements around the lines of the user's program in a stack, outermost first.
+
+    Frames of other code are left out: nobody could change their tests and loops.
+    """
     statements: list[Statement] = []
     for frame, line in reversed(stack):
         if is_user_frame(frame):
@@ -90,12 +93,13 @@ def rank_test_here() -> Statement | None:
     """Return the innermost test of the rank around the lines of the caller; None: there is none."""
     stack = list(traceback.walk_stack(sys._getframe(1)))
     for statement in reversed(statements_around(stack)):
-        if statement.kind is StatementKind.RANK_TEST:
+        if statement.statement_kind is StatementKind.RANK_TEST:
             return statement
     return None
 
 
 def _statements_in_frame(frame: FrameType, line: int) -> Iterator[Statement]:
+    """Yield the statements around a line of the function of a frame, outermost first."""
     path = frame.f_code.co_filename
     tree = _parsed("".join(linecache.getlines(path, frame.f_globals)))
     handlers: list[str] = []
@@ -109,11 +113,16 @@ def _statements_in_frame(frame: FrameType, line: int) -> Iterator[Statement]:
         elif isinstance(node, ast.Try) and branch == "body":
             handlers += [f"except:{handler.lineno}" for handler in node.handlers]
         elif isinstance(node, ast.If) and branch and _names_rank(node.test):
-            test = textwrap.shorten(ast.unparse(node.test), _LONGEST_TEST, placeholder=" ...")
-            text = f"`if {test}`"
-            if branch == "orelse":
-                text = f"the `else` of {text}"
-            yield Statement(StatementKind.RANK_TEST, place, text)
+            yield Statement(StatementKind.RANK_TEST, place, _text_of_branch(node.test, branch))
+
+
+def _text_of_branch(test: ast.expr, branch: str) -> str:
+    """Return what a report calls a branch of an `if`: "the `else` of `if is_main()`"."""
+    shortened = textwrap.shorten(ast.unparse(test), _LONGEST_TEST, placeholder=" ...")
+    text = f"`if {shortened}`"
+    if branch == "orelse":
+        return f"the `else` of {text}"
+    return text
 
 
 def _exits_in(loop: ast.stmt) -> list[str]:
@@ -147,9 +156,15 @@ def _parsed(source: str) -> ast.AST:
 
 
 def _nodes_around(tree: ast.AST, line: int) -> list[tuple[ast.stmt, str]]:
-    """Return the statements that a line of a program is in, outermost first, in one function.
+    """Return the statements of one function that a line of a program is in, outermost first.
 
-    Each has the name of its part in which the line is: "body", "orelse"; "": in its first line.
+    Args:
+        tree: the whole program.
+        line: number of the line.
+
+    Returns:
+        Each statement with the name of its part in which the line is, "body" or "orelse"; "": the
+        line is its first one, or in its test.
     """
     around: list[tuple[ast.stmt, str]] = []
     parent: ast.AST | None = tree
@@ -165,15 +180,23 @@ def _nodes_around(tree: ast.AST, line: int) -> list[tuple[ast.stmt, str]]:
 
 
 def _part_with(parent: ast.AST, line: int) -> tuple[str, ast.AST | None]:
-    """Return the part of a statement in which a line is, and the statement of that part."""
+    """Return the part of a statement in which a line is, and the statement of that part.
+
+    Returns:
+        ("", None): the line is in no statement of it, as in its first line.
+    """
     for branch, parts in ast.iter_fields(parent):
-        for part in parts if isinstance(parts, list) else ():
+        if not isinstance(parts, list):
+            continue
+        for part in parts:
             if isinstance(part, _PARTS) and _is_in(part, line):
                 return branch, part
     return "", None
 
 
 def _is_in(part: ast.stmt | ast.excepthandler | ast.match_case, line: int) -> bool:
+    """Whether a line is in a part of a program; the lines of its decorators are in a function."""
+    # A `case` has no line of its own.
     if isinstance(part, ast.match_case):
         return any(_is_in(statement, line) for statement in part.body)
     first = part.lineno

@@ -39,13 +39,13 @@ class Wait(NamedTuple):
     Args:
         call: the call that waits, as reports name it: "barrier('saved')", "backward".
         is_blocked: whether the thread does nothing but wait.
-        kind: what a report may say about it.
+        wait_kind: what a report may say about it.
         block: of the kind END_OF_BLOCK, the line where the block begins: "train.py:11".
     """
 
     call: str
     is_blocked: bool
-    kind: WaitKind = WaitKind.OTHER
+    wait_kind: WaitKind = WaitKind.OTHER
     block: str = ""
 
 
@@ -80,8 +80,8 @@ class Waiting:
         """
         thread = threading.get_ident()
         self._outer = _wait_by_thread.get(thread)
-        is_call = self._wait.kind is WaitKind.CALL
-        if is_call and self._outer is not None and self._outer.kind is WaitKind.CALL:
+        is_call = self._wait.wait_kind is WaitKind.CALL
+        if is_call and self._outer is not None and self._outer.wait_kind is WaitKind.CALL:
             return
         _wait_by_thread[thread] = self._wait
 

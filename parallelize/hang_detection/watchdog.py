@@ -560,7 +560,7 @@ class Watchdog:
             self._judge.since,
             self._judge.answered,
             self._facts,
-            wait.kind,
+            wait.wait_kind,
             wait.block,
             statements_around(stack),
         )

@@ -83,8 +83,8 @@ def test_of_calls_in_each_other_the_outer_one_counts() -> None:
     thread = threading.get_ident()
     with waiting_for("loader.mean", wait_kind=WaitKind.CALL):
         with waiting_for("all_gather", wait_kind=WaitKind.CALL):
-            assert wait_of_thread(thread) == Wait("loader.mean", is_blocked=False, kind=WaitKind.CALL)
-        assert wait_of_thread(thread) == Wait("loader.mean", is_blocked=False, kind=WaitKind.CALL)
+            assert wait_of_thread(thread) == Wait("loader.mean", is_blocked=False, wait_kind=WaitKind.CALL)
+        assert wait_of_thread(thread) == Wait("loader.mean", is_blocked=False, wait_kind=WaitKind.CALL)
     assert wait_of_thread(thread) is None
 
 

@@ -18,5 +18,5 @@ def test_a_handler_of_another_language_stays(monkeypatch: pytest.MonkeyPatch) ->
     signals = StopSignals()
     with signals.handled():
         pass
-    installed_and_restored = [signals.stop, signal.SIG_DFL]
-    assert handled == {signal.SIGTERM: installed_and_restored, signal.SIGQUIT: installed_and_restored}
+    assert handled[signal.SIGTERM] == [signals.stop, signal.SIG_DFL]
+    assert not handled.keys() & handlers.keys()
