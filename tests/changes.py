@@ -423,10 +423,10 @@ OF_PYTHON = (
         test="tests/unit/worker/test_preemption.py::test_a_signal_makes_should_stop_true",
     ),
     Change(
-        what="handlers of SIGINT, SIGTERM and SIGHUP in the caller",
+        what="handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 in the caller",
         where="launchers/stop_signals.py",
         names=("signal.signal",),
-        why="workers outlive a caller that is stopped",
+        why="workers outlive a caller that is stopped; their handlers of SIGUSR1 do not run",
         lasts="a call",
         test="tests/worlds/test_launch_stopping.py::test_handlers_are_as_before_after_a_call",
     ),

@@ -1,7 +1,7 @@
 """Preemption: should_stop(), and the handlers for it in a Slurm job that the user has submitted.
 
     SIGUSR1, SIGUSR2        some time before the job's end, to the caller
-      │ handle_stop_signals
+      │ request_stop
     the stop file           STOP_FILE_VARIABLE has its path, in the caller and in the workers
       │ should_stop
     True on all ranks
@@ -44,6 +44,11 @@ def should_stop() -> bool:
     return True
 
 
+def request_stop(*_: Any) -> None:
+    """Make should_stop() return True: the handler that `handle_stop_signals` installs."""
+    Path(os.environ[STOP_FILE_VARIABLE]).touch()
+
+
 @contextlib.contextmanager
 def handle_stop_signals() -> Iterator[None]:
     """Make should_stop() return True after SIGUSR1 or SIGUSR2 in a job that the user has submitted.
@@ -58,17 +63,12 @@ def handle_stop_signals() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="parallelize-") as folder:
-        stop_file = Path(folder) / "stop"
-
-        def request_stop(*_: Any) -> None:
-            stop_file.touch()
-
         unhandled = [
             number
             for number in (signal.SIGUSR1, signal.SIGUSR2)
             if signal.getsignal(number) is signal.SIG_DFL
         ]
-        os.environ[STOP_FILE_VARIABLE] = str(stop_file)
+        os.environ[STOP_FILE_VARIABLE] = str(Path(folder) / "stop")
         try:
             for number in unhandled:
                 signal.signal(number, request_stop)

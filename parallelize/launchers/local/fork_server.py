@@ -54,12 +54,12 @@ from parallelize.cluster.call_folders import remove_call_folder
 from parallelize.launchers.local.forked_worker import ForkedWorker, die_with_parent
 from parallelize.launchers.local.server_messages import (
     EndWorkers,
-    InterruptWorkers,
     LeaveCall,
     Reply,
     Request,
     RunWorkers,
     ServerImports,
+    SignalWorkers,
     StartWorkers,
     WorkersEnded,
     WorkersRefused,
@@ -442,15 +442,17 @@ class _Call:
         match request:
             case StartWorkers():
                 self._folder = request.folder
+                # Those of earlier calls say nothing about this one.
+                for number in BLOCKED_SIGNALS:
+                    _take_pending_signal(number)
                 if has_caller:
                     self._start(request.number, files)
             case RunWorkers():
                 # If the caller was killed meanwhile, no worker was forked.
                 for worker, worker_request in zip(self._workers, request.requests, strict=False):
                     worker.send(worker_request)
-            case InterruptWorkers():
-                for worker in self._workers:
-                    worker.process.interrupt()
+            case SignalWorkers():
+                self._signal(request.number, request.pids)
             case EndWorkers():
                 self._end(request.grace_s)
             case LeaveCall():
@@ -471,6 +473,14 @@ class _Call:
             self._workers.append(worker)
             pipes.append(worker.pipe)
 
+    def _signal(self, number: int, pids: Sequence[int]) -> None:
+        """Send a signal to workers, unless it has come to this process, and so to them, too."""
+        if _take_pending_signal(number):
+            return
+        for worker in self._workers:
+            if worker.process.pid in pids:
+                worker.process.send_signal(number)
+
     def _end(self, grace_s: float) -> None:
         """End the workers, now or earlier than it was said before."""
         if self._state is _CallState.RUNNING:
@@ -482,3 +492,15 @@ class _Call:
     def _reply(self, reply: Reply) -> None:
         with contextlib.suppress(OSError):  # The caller has ended.
             self.connection.send(reply)
+
+
+def _take_pending_signal(number: int) -> bool:
+    """Return whether a blocked signal has come to this process; forget it.
+
+    The caller's terminal and its process group do not reach this process. So the signal was sent to
+    all processes of a job.
+    """
+    if number not in signal.sigpending():
+        return False
+    signal.sigwait([number])
+    return True

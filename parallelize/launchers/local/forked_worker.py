@@ -53,10 +53,10 @@ class _WaitingFork(popen_fork.Popen):
                 self.returncode = -end.si_status
         return self.returncode
 
-    def interrupt(self) -> None:
-        """Send SIGINT, if the worker has not ended."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the worker has not ended."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGINT)
+            os.kill(self.pid, number)
 
     def kill_group(self) -> None:
         """Kill the worker and the process group that it leads, unless it has just been forked."""

@@ -305,8 +305,10 @@ def _watch(
     # Until it returns, the first Ctrl-C lets the function save what it has, and a second one ends
     # the workers.
     signals.interrupt = interrupt
+    signals.pass_on = workers.pass_on
     have_returned = workers.watch(has_failed_elsewhere)
     signals.interrupt = None
+    signals.pass_on = None
     if have_returned:
         return
     # First to the other nodes, whose workers may wait for those of this one.

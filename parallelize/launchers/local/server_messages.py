@@ -13,7 +13,7 @@
 
 The workers are forked while the caller pickles the call, so they wait for what they run. A report
 is sent again whenever a worker has ended. WorkersRefused replaces the first report if the workers
-cannot be forked. InterruptWorkers may come at any time.
+cannot be forked. SignalWorkers may come at any time.
 
 Each call has a socket of its own between caller and server. It carries `Request`s one way, and
 `Reply`s the other way. Each worker has a pipe from the server, for one `WorkerRequest`.
@@ -64,8 +64,16 @@ class RunWorkers:
 
 
 @dataclass(frozen=True)
-class InterruptWorkers:
-    """Send SIGINT to the workers, as Ctrl-C does."""
+class SignalWorkers:
+    """Send a signal to workers that handle it.
+
+    Args:
+        number: of the signal: SIGINT after Ctrl-C, SIGUSR1 or SIGUSR2.
+        pids: the process ids of the workers.
+    """
+
+    number: int
+    pids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -142,5 +150,5 @@ class ServerImports:
     later: Sequence[str] = ()
 
 
-Request = StartWorkers | RunWorkers | InterruptWorkers | EndWorkers | LeaveCall
+Request = StartWorkers | RunWorkers | SignalWorkers | EndWorkers | LeaveCall
 Reply = WorkersReport | WorkersRefused | WorkersEnded

@@ -28,9 +28,9 @@ from parallelize.launchers.failures import outcome_of_dead_worker
 from parallelize.launchers.local.server_calls import ServerCall
 from parallelize.launchers.local.server_messages import (
     EndWorkers,
-    InterruptWorkers,
     Reply,
     RunWorkers,
+    SignalWorkers,
     StartWorkers,
     WorkerCall,
     WorkerRequest,
@@ -39,6 +39,7 @@ from parallelize.launchers.local.server_messages import (
     WorkersReport,
 )
 from parallelize.launchers.output import rank_file, read_output
+from parallelize.launchers.stop_signals import has_handler
 from parallelize.run.startup_summary import announce
 from parallelize.worker.leaving import LEAVE_GRACE_S
 from parallelize.worker.main import run
@@ -229,7 +230,18 @@ class Workers:
     def interrupt(self) -> None:
         """Send SIGINT to the workers, which then have some time to return."""
         self._give_up_at = time.monotonic() + INTERRUPT_GRACE_S
-        self._call.send(InterruptWorkers())
+        pids = [worker.pid for worker in self._living()]
+        self._call.send(SignalWorkers(signal.SIGINT, pids))
+
+    def pass_on(self, number: int) -> bool:
+        """Send a signal to the workers that have a handler of it; return whether there are any.
+
+        It would end the others.
+        """
+        pids = [worker.pid for worker in self._living() if has_handler(worker.pid, number)]
+        if pids:
+            self._call.send(SignalWorkers(number, pids))
+        return bool(pids)
 
     def outcomes(self) -> dict[int, Path | Outcome]:
         """Return, by rank, the file of its outcome, or the outcome of one that ended without."""
