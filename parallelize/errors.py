@@ -1,11 +1,11 @@
 """Exceptions of this library, and the faults that they list.
 
-    ParallelizeError ├── ConfigError(ValueError)               invalid options; one error lists all
-    faults ├── LaunchError(RuntimeError)             the processes could not be started, or could
-    not connect ├── WorkerError(RuntimeError)             a worker ended without an exception that
-    can be raised in the caller ├── SyncError(RuntimeError)               ranks disagree, or would
-    silently train different models └── MissingDependencyError(ImportError)   an optional package is
-    not installed
+    ParallelizeError                      lists its `faults`
+    ├── ConfigError(ValueError)           options are invalid; one error lists all faults
+    ├── LaunchError(RuntimeError)         processes could not be started, or could not connect
+    ├── WorkerError(RuntimeError)         a worker ended, and left no exception for the caller
+    ├── SyncError(RuntimeError)           ranks disagree, or would train different models
+    └── MissingDependencyError(ImportError)   an optional package is not installed
 
 Each message has three parts: what is wrong, why it cannot work, and how to fix it.
 """
@@ -48,8 +48,8 @@ class ParallelizeError(Exception):
         super().__init__(str(fault))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # BaseException.__reduce__ would call the class with `args` alone, which has keyword-only
-        # arguments, too.
+        # BaseException.__reduce__ would call the class with `args` alone. That fails, because the
+        # class also requires the keyword-only arguments `why` and `fix`.
         return _rebuild, (type(self), *self.args), vars(self)
 
 

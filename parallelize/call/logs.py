@@ -106,11 +106,13 @@ def _plain_formatter() -> logging.Formatter | None:
 class _Forwarder(QueueHandler):
     """Sends records as lines of JSON; attributes that JSON does not have are sent as text."""
 
-    queue: Any  # a function
+    # QueueHandler's attribute: here it is the function that sends a line.
+    queue: Any
     last: logging.LogRecord | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record is not self.last:  # it may come from a parent of its logger, too
+        # A logger and its parent may have this handler, and each passes the record on.
+        if record is not self.last:
             self.last = record
             super().emit(record)
 
@@ -191,7 +193,10 @@ def handle_record(attributes: Mapping[str, Any], *, prefix: str, at_least: int) 
 
 
 def text_of_record(attributes: Mapping[str, Any]) -> str:
-    """Return a record as the first of its handlers here would show it that has a formatter."""
+    """Return the text of a record: that of the first handler that has a formatter.
+
+    The handlers are those of this process: of the record's logger, then of the logger's parents.
+    """
     record = _record(attributes)
     for handler in _handlers_of(logging.getLogger(record.name)):
         if handler.formatter is not None:
@@ -202,7 +207,7 @@ def text_of_record(attributes: Mapping[str, Any]) -> str:
 
 
 def _handlers_of(logger: logging.Logger) -> Iterator[logging.Handler]:
-    """Yield the handlers of a logger, then those of its parents."""
+    """Yield the handlers of a logger, then those of its parents, whether it propagates or not."""
     yield from logger.handlers
     if logger.parent is not None:
         yield from _handlers_of(logger.parent)

@@ -41,8 +41,9 @@ from parallelize.call.reachable import (
 )
 from parallelize.cluster.code_owner import is_user_module
 
-_MAX_BYTES = 16 * 2**20  # larger values are data, which the workers read again on import
-# What mentions these is different in each worker.
+# A larger value is data, which the workers read again when they import its module.
+_MAX_BYTES = 16 * 2**20
+# An assignment that mentions one of these words makes another value in each worker.
 _OF_RANK = {
     "RANK",
     "LOCAL_RANK",
@@ -200,7 +201,10 @@ def _share(imported: Any, value: Any) -> None:
 
 
 def _is_sent(owner: Any, name: str, value: Any) -> bool:
-    """Whether the caller's value counts: it may be what the import makes, or the process's own."""
+    """Whether a worker gets the caller's value of a variable.
+
+    If not, the worker keeps the value that its own import has made.
+    """
     value_type = type(value)
     if is_a(value, (PROXY, types.ModuleType)) or (is_a(owner, type) and not _is_imported(owner)):
         return False
@@ -212,8 +216,9 @@ def _is_sent(owner: Any, name: str, value: Any) -> bool:
     is_of_rank = name in _set_from_rank(_file(sys.modules[_home(owner)]))
     return not (
         (is_of_rank and not hasattr(value_type, "state_dict"))
-        or value_type is object  # which is compared by `is`
-        # As a manager's proxy, or sys.version_info, which a worker cannot unpickle.
+        # A sentinel, `object()`, is compared by `is`: a copy would be another one.
+        or value_type is object
+        # A manager's proxy, or sys.version_info: a worker cannot unpickle it.
         or value_type.__module__.partition(".")[0] in ("multiprocessing", "sys")
     )
 

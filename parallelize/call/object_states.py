@@ -161,7 +161,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def _copy(target: torch.Tensor, trained: torch.Tensor) -> bool:
     """Copy `trained` into `target` in place; return whether the copy succeeded."""
-    if is_lazy(target):  # initialized during the call
+    if is_lazy(target):
+        # The call has initialized its copy of the parameter.
         target.materialize(trained.shape, dtype=trained.dtype)
     if target.shape != trained.shape or target.is_meta != trained.is_meta:
         return False
@@ -169,7 +170,8 @@ def _copy(target: torch.Tensor, trained: torch.Tensor) -> bool:
         # inference_mode(False) enables gradients.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(trained)
-    except RuntimeError:  # an expanded tensor: several elements share one memory location
+    except RuntimeError:
+        # An expanded tensor, of which several elements share one memory location, is not written.
         return torch.equal(target, trained.to(target.device, target.dtype))
     if target.is_leaf:
         target.requires_grad_(trained.requires_grad)

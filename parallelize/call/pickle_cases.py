@@ -128,7 +128,7 @@ def _reduce_operator(operator: Any, _context: Context) -> Reduction | None:
     return (pkgutil.resolve_name, (path,)) if leads_to(path, operator) else None
 
 
-# Each of them has its function as `__wrapped__`.
+# Each decorator's function has the one below it as `__wrapped__`; a cycle of them has an end here.
 _MAX_DECORATORS = 9
 _LRU_CACHED: Any = type(functools.lru_cache(id))
 
@@ -194,37 +194,32 @@ def _reduce_code_object(code: types.CodeType, _context: Context) -> Reduction:
 # Objects that a process has once
 
 
-# A copy of one of these is another one, so that a module and a script would not share it any more.
-_OF_PROCESS: tuple[type[Any], ...] = (
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.Condition,
-    threading.local,
-    contextvars.ContextVar,
-)
-LOCKS = _OF_PROCESS[:3]
+_REENTRANT_LOCK: type[Any] = type(threading.RLock())
+LOCKS: tuple[type[Any], ...] = (type(threading.Lock()), _REENTRANT_LOCK, threading.Condition)
 """Types of locks, which make the threads of one process wait for each other."""
+# A copy would be another object: a module of the user and the script would share it no more.
+_OF_PROCESS = (*LOCKS, threading.local, contextvars.ContextVar)
 
 
-def _reduce_object_of_process(thing_of_process: Any, context: Context) -> Reduction:
+def _reduce_object_of_process(unique: Any, context: Context) -> Reduction:
     """Reduce a lock, a thread-local or a ContextVar.
 
     A module of the reader may have it as a variable. Else the reader gets a new one: a lock that is
     free, and a variable with the value that it has here.
     """
-    path = context.paths_of_variables.get(id(thing_of_process))
+    path = context.paths_of_variables.get(id(unique))
     if path is not None and not is_importable(sys.modules.get(path.partition(":")[0])):
         path = None
-    object_type = type(thing_of_process)
+    object_type = type(unique)
     if object_type is threading.Condition:
-        return _in_process, (path, object_type, thing_of_process._lock)
+        return _find_or_make, (path, object_type, unique._lock)
     if object_type is threading.local:
-        attributes = dict(vars(thing_of_process))
-        return _in_process, (path, object_type), attributes, None, None, _set_attributes
+        attributes = dict(vars(unique))
+        return _find_or_make, (path, object_type), attributes, None, None, _set_attributes
     if object_type is contextvars.ContextVar:
-        return _reduce_context_var(thing_of_process, path)
-    is_reentrant = object_type is LOCKS[1]
-    return _in_process, (path, threading.RLock if is_reentrant else threading.Lock)
+        return _reduce_context_var(unique, path)
+    is_reentrant = object_type is _REENTRANT_LOCK
+    return _find_or_make, (path, threading.RLock if is_reentrant else threading.Lock)
 
 
 def _reduce_context_var(variable: contextvars.ContextVar[Any], path: str | None) -> Reduction:
@@ -235,17 +230,20 @@ def _reduce_context_var(variable: contextvars.ContextVar[Any], path: str | None)
         options["default"] = contextvars.Context().run(variable.get)
     make: Any = functools.partial(contextvars.ContextVar, variable.name, **options)
     if variable not in contextvars.copy_context():
-        return _in_process, (path, make)
+        return _find_or_make, (path, make)
     value = (variable.get(),)
-    return _in_process, (path, make), value, None, None, _set_context_var
+    return _find_or_make, (path, make), value, None, None, _set_context_var
 
 
 def _set_context_var(variable: contextvars.ContextVar[Any], value: tuple[Any]) -> None:
     variable.set(*value)
 
 
-def _in_process(path: str | None, make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a new object, or the one of its type that this process has under a path.
+def _find_or_make(path: str | None, make: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the object that this process has under a path, or else a new one.
+
+    The reader calls it. An object of another type under the path is not taken: the reader's module
+    may be another version of the sender's.
 
     Args:
         path: of a variable of a module; None: no module has the object.
@@ -417,10 +415,10 @@ def _builtin_base(error_type: type[BaseException]) -> Any:
 def _reduce_exception(error: BaseException, _context: Context) -> Reduction:
     """Reduce an exception whose `__init__` may take other arguments than its `args`."""
     reduction: Any = error.__reduce__()
-    return _exception, (type(error), reduction[1]), *reduction[2:]
+    return _make_exception, (type(error), reduction[1]), *reduction[2:]
 
 
-def _exception(error_type: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+def _make_exception(error_type: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """Return an exception that only its built-in base has initialized."""
     base = _builtin_base(error_type)
     error: BaseException = base.__new__(error_type, *args)
@@ -464,8 +462,8 @@ def _extends(base: type[Any]) -> Callable[[type[Any]], bool]:
     return lambda object_type: issubclass(object_type, base)
 
 
-# Of modules that torch has replaced by objects of other classes.
 def _is_of_module_class(object_type: type[Any]) -> bool:
+    """Whether a type is a class of modules, such as those by which torch replaces modules."""
     return issubclass(object_type, types.ModuleType) and object_type is not types.ModuleType
 
 

@@ -142,7 +142,8 @@ class Trial(Pickler):
             an id stands for a tensor or array, which weighs its bytes unless it is trained.
 
     Attributes:
-        code: the functions and classes that were pickled, and decorated functions.
+        code: the functions and classes that were pickled, and decorated functions; no built-in
+            functions.
         error: why the object cannot be pickled, or that it is too large.
         digest: differs if the object has changed; empty after an error.
     """
@@ -169,6 +170,8 @@ class Trial(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Note code, and return how an object is pickled."""
+        # Not CODE: a built-in function, such as `torch.tanh`, may not tell its path, and
+        # ModuleValues would take it for code that a worker cannot import.
         if is_a(obj, (types.FunctionType, type, PROXY)):
             self.code.append(obj)
         return super().reducer_override(obj)
@@ -183,6 +186,7 @@ class Trial(Pickler):
         return stand_in
 
     def _weigh_elements(self, obj: Any) -> object:
+        """Return the id of a tensor or array, whose bytes are counted; None for other objects."""
         is_tensor = is_a(obj, torch.Tensor)
         if not (is_tensor or has_plain_elements(obj)):
             return None

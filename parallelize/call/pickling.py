@@ -88,17 +88,22 @@ def dump(
 
 
 def _save(obj: object, file: Path | io.BytesIO, reader: Reader) -> None:
-    """Write by torch.save; once more in another way if torch or the system has refused it."""
+    """Write by torch.save; a second time, in another way, if the first one has failed.
+
+    RuntimeError of the first time               second time
+    two types of tensors over one memory         arrays are copied into the pickle
+    any other, for a file: it may be full        by Python's file, which raises the system's error
+    any other, for a buffer                      none
+    """
     try:
         _save_by_torch(obj, file, reader)
     except RuntimeError as exc:
         # torch.save refuses memory of which it gets tensors of two types, as of an array and its
-        # view: such arrays are copied into the pickle.
+        # view.
         if "as different types" in str(exc):
             reader = Reader(has_same_main=reader.has_same_main, mappings=reader.mappings)
         elif not isinstance(file, Path):
             raise
-        # Else it may be a full disk. This is slower, and raises the system's error.
         with _opened(file) as opened:
             _save_by_torch(obj, opened, reader)
 

@@ -45,12 +45,13 @@ class Variable(NamedTuple):
     value: Any
 
 
-def is_a(item: object, kinds: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
-    """Whether an object's type is one of `kinds`.
+def is_a(item: object, types_asked: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
+    """Whether an object's own type is one of these types, or a subclass of one.
 
-    isinstance would ask the object's `__class__`, which a proxy may not have.
+    isinstance would also ask the object's `__class__`: a proxy answers for what it wraps, or
+    raises.
     """
-    return issubclass(type(item), kinds)
+    return issubclass(type(item), types_asked)
 
 
 def is_stateful(item: object) -> bool:

@@ -79,7 +79,10 @@ _PATHS = (*_FUNCTIONS, *_ATTRIBUTES)
 
 
 def _get(path: str) -> Any:
-    """Return the value of a setting; None: this torch lacks the setting or refuses to read it."""
+    """Return the value of a setting by its path below `torch`.
+
+    None: this torch lacks the setting, or refuses to read it.
+    """
     with contextlib.suppress(AttributeError, RuntimeError):
         value = attrgetter(path)(torch)
         if path in _FUNCTIONS:
@@ -126,8 +129,8 @@ def _set_filters(filters: list[tuple[Any, ...]]) -> None:
             warnings.filterwarnings(action, message, category, module, line, append=True)
 
 
-_Table = Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
-_OTHERS: _Table = {
+# Name of a setting -> the function that returns it, and the one that sets it to such a value.
+_PAIRS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "recursion": (sys.getrecursionlimit, sys.setrecursionlimit),
     "prints": (
         lambda: vars(torch._tensor_str.PRINT_OPTS),
@@ -168,7 +171,7 @@ class Settings:
         """Return the settings of this process, and of this thread for those that torch keeps so."""
         # torch.get_default_device would initialize a GPU.
         device = torch.utils._device.CURRENT_DEVICE
-        values = {name: read() for name, (read, _) in _OTHERS.items()}
+        values = {name: read() for name, (read, _) in _PAIRS.items()}
         with _ignoring_warnings():
             values |= {path: _get(path) for path in _PATHS}
         readable = {name: value for name, value in values.items() if value is not None}
@@ -180,7 +183,7 @@ class Settings:
             for path in _PATHS:
                 if self.values.get(path) not in (None, _get(path)):
                     _set(path, self.values[path])
-        for name, (_, write) in _OTHERS.items():
+        for name, (_, write) in _PAIRS.items():
             write(self.values[name])
 
     def apply_default_device(self) -> None:

@@ -43,7 +43,8 @@ _OF_TORCH = frozenset({"training", "defaults", "param_groups", "state"})
 # Not data. What datasets, samplers and loaders count or cache is not the result of a call.
 _IGNORED = (*CODE, types.ModuleType, logging.Filterer, Dataset, Sampler, DataLoader)
 _MAX_BYTES = 2**17
-_MAX_BYTES_OF_TENSOR = 2**15  # as a list of numbers up to four times as much
+# A small tensor is pickled as a list of numbers, which takes up to four times as many bytes.
+_MAX_BYTES_OF_TENSOR = 2**15
 _MAX_ATTRIBUTES = 1000
 _MAX_SHOWN = 5
 

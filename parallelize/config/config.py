@@ -284,7 +284,7 @@ def _exclusive_options(config: Config) -> Iterator[Fault]:
         yield Fault(
             f"logical={config.logical} with {option}",
             "only its own engine divides batches into parts, and adds their gradients in one order",
-            use(alternative, lambda backend: backend.divides_batches),
+            fix_by_backend(alternative, lambda backend: backend.divides_batches),
         )
 
 
@@ -296,7 +296,7 @@ def _process_faults(config: Config, num_nodes: int) -> Iterator[Fault]:
         yield Fault(
             f"backend={backend.name!r} with processes={config.processes}",
             f"{backend.name} drives all devices of a node from one process",
-            use("processes=1", lambda backend: backend.process_per == "device"),
+            fix_by_backend("processes=1", lambda backend: backend.process_per == "device"),
         )
 
     has_too_many_nodes = backend.max_nodes is not None and num_nodes > backend.max_nodes
@@ -305,7 +305,7 @@ def _process_faults(config: Config, num_nodes: int) -> Iterator[Fault]:
         yield Fault(
             f"backend={backend.name!r} with num_nodes={num_nodes}",
             f"{backend.name} runs on at most {backend.max_nodes} node(s)",
-            use(fewer, lambda backend: backend.max_nodes is None),
+            fix_by_backend(fewer, lambda backend: backend.max_nodes is None),
         )
 
     # Without the option, the backend for GPUs is NCCL.
@@ -338,7 +338,7 @@ def _device_faults(
         yield Fault(
             f"backend={backend.name!r} on {device_type}",
             f"it runs on: {', '.join(device_types)}",
-            use(alternative, lambda backend: device_type in backend.device_types),
+            fix_by_backend(alternative, lambda backend: device_type in backend.device_types),
         )
     if process_group_backend is None:
         return
@@ -370,7 +370,7 @@ def _amp_faults(
         yield Fault(
             f"backend={backend.name!r} with amp_engine={engine.name!r} and amp={level!r}",
             f"under {backend.name}, the levels of the {engine.name} engine are: {names}",
-            use(alternative, lambda backend: level in backend.amp.get(engine.name, ())),
+            fix_by_backend(alternative, lambda backend: level in backend.amp.get(engine.name, ())),
         )
 
     if device_type is None or level == "O0":
@@ -389,12 +389,12 @@ def _amp_faults(
     )
 
 
-def use(alternative: str, fits: Callable[[type[Backend]], bool]) -> str:
-    """Return the text of a fix: "use processes=1, or backend='ddp' or 'fsdp'".
+def fix_by_backend(alternative: str, fits: Callable[[type[Backend]], bool]) -> str:
+    """Return a fix that names the backends which would do: "use backend='ddp' or 'fsdp'".
 
     Args:
-        alternative: to a backend; may be empty.
-        fits: whether a backend is an alternative.
+        alternative: another way, which is named first, such as "processes=1"; "": there is none.
+        fits: whether a backend has no such fault.
     """
     names = registry.names("backends")
     backends = [name for name in names if fits(registry.find("backends", name))]

@@ -56,7 +56,7 @@ def _backend(layout: Layout) -> str:
 def _devices(layout: Layout) -> str:
     """Return a line for each local rank; one line if all have the same devices."""
     devices_of_ranks = [", ".join(map(str, devices)) for devices in layout.devices]
-    # On the CPU, or on one GPU.
+    # Ranks have the same devices on the CPU, or where several of them share a GPU.
     are_same = len(set(devices_of_ranks)) == 1
     if are_same and len(devices_of_ranks) > 1:
         return f"{devices_of_ranks[0]}, for each of {len(devices_of_ranks)} local ranks"

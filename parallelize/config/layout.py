@@ -21,7 +21,13 @@ from parallelize.cluster.environment import detect, detect_node, number_of_pods
 from parallelize.cluster.launcher_variables import without_launcher
 from parallelize.cluster.slurm_allocation import current_allocation
 from parallelize.cluster.world import Node, World
-from parallelize.config.config import NO_COLLECTIVES, Config, contradictions, naming_variables, use
+from parallelize.config.config import (
+    NO_COLLECTIVES,
+    Config,
+    contradictions,
+    fix_by_backend,
+    naming_variables,
+)
 from parallelize.config.options import ALL_GPUS, gpus_text
 from parallelize.errors import ConfigError, Fault
 
@@ -245,7 +251,7 @@ def _devices_of_backend(names: Sequence[str], devices: list[torch.device]) -> li
     named = set()
     for name in names:
         device = torch.device(name)
-        # "cuda" is the first one.
+        # A name without an index, such as "cuda", stands for the first GPU.
         named.add(torch.device(device.type, device.index or 0))
     return [device for device in devices if device in named] or devices
 
@@ -332,7 +338,7 @@ def _mismatches(
     launched_as = f"a launcher has started this process as rank {world.rank} of {world.world_size}"
     if local_world_size != world.local_world_size:
         if config.backend.process_per == "node":
-            alternative = use("", lambda backend: backend.process_per == "device")
+            alternative = fix_by_backend("", lambda backend: backend.process_per == "device")
         else:
             option = "processes" if config.processes else "gpus"
             alternative = f"use {option}={world.local_world_size}"
@@ -380,7 +386,7 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Lay
         count = min(hardware.count, allocation.gpus_on_node)
         hardware = Hardware(hardware.device_type, count)
     try:
-        layout = _place(config, hardware, environ)
+        layout = _layout_by_launcher(config, hardware, environ)
     except ConfigError as error:
         raise naming_variables(error, environ) from None
     if allocation is None or is_started_by_worker:
@@ -429,7 +435,7 @@ def _hidden_gpus_warning(layout: Layout) -> str:
     )
 
 
-def _place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Layout:
+def _layout_by_launcher(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Layout:
     """Return the layout by what the launcher's variables say; `place` draws the cases."""
     world = detect(environ)
     if world is None:

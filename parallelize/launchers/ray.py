@@ -32,7 +32,7 @@ from parallelize.plugins.options import (
     invalid,
     number,
     text,
-    texts_by_name,
+    values_by_name,
     variables,
 )
 
@@ -79,7 +79,7 @@ class RayLauncher(BatchLauncher):
     option_parsers: ClassVar[Mapping[str, Parse]] = {
         "address": text,
         "cpus_per_task": count(1),
-        "resources": texts_by_name(number(0), "{'accelerator_type:A100': 0.001}"),
+        "resources": values_by_name(number(0), "{'accelerator_type:A100': 0.001}"),
         "strategy": choice("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
         "runtime_env": _runtime_env,
     }

@@ -253,7 +253,7 @@ def _is_variable(variable: object, content: object) -> bool:
     return is_name and isinstance(content, str) and "\0" not in content
 
 
-def texts_by_name(parse_value: Parse, example: str) -> Parse:
+def values_by_name(parse_value: Parse, example: str) -> Parse:
     """Return the parser of a mapping from names to values with a parser of their own.
 
     Args:

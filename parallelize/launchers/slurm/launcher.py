@@ -49,7 +49,7 @@ from parallelize.plugins.options import (
     path,
     text,
     texts,
-    texts_by_name,
+    values_by_name,
     variables,
 )
 
@@ -86,7 +86,7 @@ def _stop_before(name: str, value: Any) -> timedelta:
 
 def _sbatch_options(name: str, value: Any) -> dict[str, Any]:
     """Parse other options of sbatch, none of which the launcher sets itself."""
-    options: dict[str, Any] = texts_by_name(_sbatch_value, "{'exclusive': True}")(name, value)
+    options: dict[str, Any] = values_by_name(_sbatch_value, "{'exclusive': True}")(name, value)
     faults = list[Fault]()
     for option in options:
         if _long_name(option) in _RESERVED_OPTIONS:
