@@ -19,6 +19,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def _share(paths: Mapping[int, Path], missing: set[int], folder: Path, *, all_ra
             Outcome(rank, "", 0, error=error).write(outcome_path(folder, rank))
         return
     for rank in missing:
-        _write(contents[rank], rank, outcome_path(folder, rank))
+        _write(contents[rank], outcome_path(folder, rank))
 
 
 def _connect_leaders(world: World, timeout: timedelta) -> None:
@@ -154,22 +155,22 @@ def _exchanged(paths: Mapping[int, Path], *, all_ranks: bool) -> dict[int, Any]:
     return contents
 
 
-def _write(content: Any, rank: int, path: Path) -> None:
+def _write(content: Any, path: Path) -> None:
     """Write the outcome of a rank on another node to the folder of this one."""
     if run_key() is not None:
         path.write_bytes(content)
         return
-    fields = dict(content)
-    states = dict[int, Any]()
-    for index, (tensors, trainable, rest) in fields.pop("states").items():
+    # A plain value has no classes.
+    outcome = Outcome(**content)
+    states = {}
+    for index, (tensors, trainable, rest) in outcome.states.items():
         for name in trainable:
             tensors[name].requires_grad_()
         states[index] = ObjectState(tensors, rest)
-    # A plain value has no classes.
-    random_states = fields.pop("random_states")
+    random_states = outcome.random_states
     if random_states is not None:
-        random_states = RandomStates(**random_states)
-    Outcome(rank, states=states, random_states=random_states, **fields).write(path)
+        random_states = RandomStates(**content["random_states"])
+    replace(outcome, states=states, random_states=random_states).write(path)
 
 
 def _plain_fields(path: Path) -> dict[str, Any]:
@@ -184,13 +185,4 @@ def _plain_fields(path: Path) -> dict[str, Any]:
     random_states = None
     if outcome.random_states is not None:
         random_states = vars(outcome.random_states)
-    return {
-        "host": outcome.host,
-        "pid": outcome.pid,
-        "value": outcome.value,
-        "states": states,
-        "unreturned": list(outcome.unreturned),
-        "evaluated": outcome.evaluated,
-        "has_exited": outcome.has_exited,
-        "random_states": random_states,
-    }
+    return vars(outcome) | {"states": states, "random_states": random_states}
