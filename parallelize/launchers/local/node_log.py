@@ -37,8 +37,8 @@ class NodeLog:
 
     def __init__(self, store: dist.TCPStore) -> None:
         self._store = store
-        self._number = 0
-        self._unread: list[str] = []
+        # The number of the first message that this node has not read.
+        self._unread = 0
         # Node -> the number of its heartbeat, and when that has grown.
         self._beats: dict[int, tuple[int, float]] = {}
 
@@ -62,11 +62,10 @@ class NodeLog:
     def say(self, message: Message) -> None:
         """Add a message. This node will read it, too."""
         text = json.dumps(message)
-        first = ""
+        number = self._unread
         # The store returns what it has under the key: this text, or a message that came first.
-        while first != text:
-            first = self._store.compare_set(self._key(), "", text).decode()
-            self._take(first)
+        while self._store.compare_set(_key(number), "", text) != text.encode():
+            number += 1
 
     def read(self) -> list[Message]:
         """Return the messages that this node has not read.
@@ -75,18 +74,13 @@ class NodeLog:
             ValueError: the text of a message is not one.
             TypeError: the same.
         """
-        while self._store.check([self._key()]):
-            self._take(self._store.get(self._key()).decode())
         messages = []
-        for text in self._unread:
-            event, node, value = json.loads(text)
+        while self._store.check([_key(self._unread)]):
+            event, node, value = json.loads(self._store.get(_key(self._unread)))
             messages.append(Message(str(event), int(node), value))
-        self._unread.clear()
+            self._unread += 1
         return messages
 
-    def _key(self) -> str:
-        return f"nodes/said/{self._number}"
 
-    def _take(self, text: str) -> None:
-        self._unread.append(text)
-        self._number += 1
+def _key(number: int) -> str:
+    return f"nodes/said/{number}"
