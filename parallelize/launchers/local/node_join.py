@@ -54,7 +54,7 @@ def join(
     num_nodes: int,
     timeout: timedelta,
     is_leaving: Callable[[], bool],
-) -> tuple[int, dist.TCPStore] | None:
+) -> tuple[int, dist.TCPStore]:
     """Return the rank of this node and the store, once it is a node of the call.
 
     Args:
@@ -62,10 +62,10 @@ def join(
         served_store: the store, if this is node 0.
         num_nodes: number of nodes.
         timeout: longest time to try.
-        is_leaving: whether to give up: then it returns None.
+        is_leaving: whether to give up.
 
     Raises:
-        LaunchError: node 0 was not reached in time.
+        LaunchError: node 0 was not reached in time, or this node leaves.
         ConfigError: all ranks that this node could have are taken.
     """
     if served_store is not None:
@@ -78,7 +78,7 @@ def join(
     reason = "it does not answer"
     end_s = time.monotonic() + timeout.total_seconds()
     refused_until_s = float("inf")
-    while not is_leaving():
+    while True:
         try:
             store = served_store or join_store(node, _STORE_TIMEOUT)
             rank = _take_rank(store, ranks)
@@ -89,10 +89,9 @@ def join(
             reason = str(error).partition("\n")[0]
         if time.monotonic() > refused_until_s:
             raise _refused_error(node, num_nodes)
-        if time.monotonic() > end_s:
+        if time.monotonic() > end_s or is_leaving():
             raise unreachable_error(node, timeout, reason)
         time.sleep(_TRY_EVERY_S)
-    return None
 
 
 def _take_rank(store: dist.TCPStore, ranks: Sequence[int]) -> int | None:

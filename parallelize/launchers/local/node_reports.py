@@ -6,9 +6,8 @@ in its place, which has the name, the text and the traceback of that exception.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from parallelize.call.outcome import Outcome
 from parallelize.errors import ParallelizeError, WorkerError, add_note, error_text
@@ -18,59 +17,59 @@ _MOST_CHARACTERS = 30_000
 """Of a text: the store takes messages of at most 8 MB, with all ranks of a node."""
 
 
-@dataclass(frozen=True)
-class RankEnd:
+class RankEnd(NamedTuple):
     """How one rank has ended; each default is of the type that the field has.
 
     Args:
         rank: global rank.
         host: name of its host.
         pid: its process ID.
+        evaluated: as in `Outcome`; "": None.
+        has_exited: as in `Outcome`.
         error: the name of the exception's class; "": the rank has returned.
-        message: what is wrong, why, and the fix.
+        fault: what is wrong.
+        reason: why.
+        fix: what to do about it.
         notes: the notes of the exception.
         traceback: the traceback as text.
         failed_at: time of the exception, in seconds since the epoch.
         exitcode: exit code of its process, or of a SystemExit; 0: neither.
         signal_name: the signal that ended its process; "": none.
         is_cause: whether the rank has failed by itself, and not because of another rank.
-        evaluated: as in `Outcome`; "": None.
-        has_exited: as in `Outcome`.
     """
 
     rank: int = 0
     host: str = ""
     pid: int = 0
+    evaluated: str = ""
+    has_exited: bool = False
     error: str = ""
-    message: Sequence[str] = ("", "", "")
-    notes: Sequence[str] = ()
+    fault: str = ""
+    reason: str = ""
+    fix: str = ""
+    notes: str = ""
     traceback: str = ""
     failed_at: float = 0.0
     exitcode: int = 0
     signal_name: str = ""
     is_cause: bool = False
-    evaluated: str = ""
-    has_exited: bool = False
 
     @classmethod
     def of(cls, outcome: Outcome) -> RankEnd:
         """Return how a rank of this node has ended."""
+        end = cls(
+            outcome.rank, outcome.host, outcome.pid, outcome.evaluated or "", outcome.has_exited
+        )
         error = outcome.error
         if error is None:
-            return cls(
-                outcome.rank,
-                outcome.host,
-                outcome.pid,
-                evaluated=outcome.evaluated or "",
-                has_exited=outcome.has_exited,
-            )
-        return cls(
-            rank=outcome.rank,
-            host=outcome.host,
-            pid=outcome.pid,
+            return end
+        fault, reason, fix = _message_of(error, outcome)
+        return end._replace(
             error=type(error).__name__,
-            message=_message_of(error, outcome),
-            notes=[str(note)[:_MOST_CHARACTERS] for note in getattr(error, "__notes__", ())],
+            fault=fault[:_MOST_CHARACTERS],
+            reason=reason[:_MOST_CHARACTERS],
+            fix=fix[:_MOST_CHARACTERS],
+            notes="\n".join(map(str, getattr(error, "__notes__", ())))[:_MOST_CHARACTERS],
             traceback=outcome.traceback[-_MOST_CHARACTERS:],
             failed_at=outcome.failed_at,
             exitcode=_exitcode_of(error),
@@ -80,33 +79,35 @@ class RankEnd:
 
     def outcome(self) -> Outcome:
         """Return an outcome for this end, as of a rank of this node: its error is a WorkerError."""
-        if not self.error:
-            return Outcome(
-                self.rank,
-                self.host,
-                self.pid,
-                evaluated=self.evaluated or None,
-                has_exited=self.has_exited,
-            )
         trace = self.traceback
-        # A rank that was stopped is described as such, by the SystemExit that SIGTERM has raised.
-        error: BaseException = self._worker_error()
+        error: BaseException | None = None
         if self.error == SystemExit.__name__:
+            # The rank has exited, or was stopped by SIGTERM, and is described as such.
             error = SystemExit(self.exitcode)
-        elif self.is_cause:
-            # As a note: an outcome with the traceback of a lost connection would be no cause.
-            trace = ""
+        elif self.error:
+            error = self._worker_error()
+            if self.is_cause:
+                # It is a note: an outcome with the traceback of a lost connection is no cause.
+                trace = ""
         return Outcome(
-            self.rank, self.host, self.pid, error=error, traceback=trace, failed_at=self.failed_at
+            self.rank,
+            self.host,
+            self.pid,
+            error=error,
+            traceback=trace,
+            failed_at=self.failed_at,
+            evaluated=self.evaluated or None,
+            has_exited=self.has_exited,
         )
 
     def _worker_error(self) -> WorkerError:
-        fault, reason, fix = self.message
-        error = WorkerError(fault, why=reason, fix=fix, is_secondary=not self.is_cause)
+        error = WorkerError(
+            self.fault, why=self.reason, fix=self.fix, is_secondary=not self.is_cause
+        )
         error.exitcode = self.exitcode or None
         error.signal_name = self.signal_name or None
-        for note in self.notes:
-            add_note(error, note)
+        if self.notes:
+            add_note(error, self.notes)
         if self.is_cause and self.traceback:
             where = f"rank {self.rank} on {self.host} (pid {self.pid}) raised it:"
             add_note(error, f"{where}\n{self.traceback.rstrip()}")
@@ -122,45 +123,35 @@ def outcomes_of_json(values: Any) -> list[Outcome]:
     """
     outcomes = []
     for fields in values:
-        # TypeError: a field is unknown.
-        end = RankEnd(**fields)
-        for name, default in vars(RankEnd()).items():
-            # JSON makes lists of tuples.
-            type_ = type(default)
-            if type_ is tuple:
-                type_ = list
-            _require_type(getattr(end, name), type_)
-        for text in (*end.message, *end.notes):
-            _require_type(text, str)
+        # TypeError: there are too many fields.
+        end = RankEnd(*fields)
+        for value, default in zip(end, RankEnd(), strict=True):
+            if type(value) is not type(default):
+                raise ValueError(
+                    f"a node says {value!r:.80} in place of a {type(default).__name__}"
+                )
         outcomes.append(end.outcome())
     return outcomes
 
 
-def json_of_ends(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+def json_of_ends(outcomes: Iterable[Outcome]) -> list[RankEnd]:
     """Return how the ranks of this node have ended, for `outcomes_of_json`."""
-    return [asdict(RankEnd.of(outcome)) for outcome in outcomes]
+    return list(map(RankEnd.of, outcomes))
 
 
-def _require_type(value: Any, type_: type) -> None:
-    if type(value) is not type_:
-        raise ValueError(f"a node says {value!r:.80} in place of a {type_.__name__}")
-
-
-def _message_of(error: BaseException, outcome: Outcome) -> list[str]:
+def _message_of(error: BaseException, outcome: Outcome) -> tuple[str, str, str]:
     """Return what is wrong, why, and the fix, as a WorkerError says it on another node."""
     name = type(error).__name__
-    if isinstance(error, ParallelizeError):
-        fault = error.faults[0]
-        texts = [fault.what, fault.why, fault.fix]
-        if not isinstance(error, WorkerError):
-            texts[0] = f"{name}: {fault.what}"
-    else:
-        texts = [
+    if not isinstance(error, ParallelizeError):
+        return (
             f"{name}: {error_text(error)}",
             f"rank {outcome.rank} on {outcome.host} raised it, which is another node than this one",
             "see the traceback below; the call on that node raises the exception itself",
-        ]
-    return [text[:_MOST_CHARACTERS] for text in texts]
+        )
+    fault = error.faults[0]
+    if isinstance(error, WorkerError):
+        return fault.what, fault.why, fault.fix
+    return f"{name}: {fault.what}", fault.why, fault.fix
 
 
 def _exitcode_of(error: BaseException) -> int:

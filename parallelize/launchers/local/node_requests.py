@@ -13,10 +13,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from parallelize.call.task import Task
-from parallelize.errors import ConfigError, LaunchError
+from parallelize.errors import ConfigError
 from parallelize.launchers.local.one_node import new_stamp
 
 _SHOWN_CHARACTERS = 80
+_DIGEST_CHARACTERS = 16
 
 
 class Request(NamedTuple):
@@ -25,12 +26,13 @@ class Request(NamedTuple):
     Args:
         host: name of the node's host.
         stamp: a name for the call, by its time. All nodes use node 0's.
-        parts: for each part of the call, by name, a digest of its text, and the text's beginning.
+        parts: the text of each part of the call, by name; of a long text the beginning, and a
+            digest.
     """
 
     host: str
     stamp: str
-    parts: dict[str, list[str]]
+    parts: dict[str, str]
 
     @classmethod
     def of(cls, task: Task, key: str) -> Request:
@@ -40,15 +42,12 @@ class Request(NamedTuple):
             task: the call.
             key: the secret of the nodes; "": they have none.
         """
-        parts = dict[str, list[str]]()
-        for name, text in _texts_of(task):
-            digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-            parts[name] = [digest, text[:_SHOWN_CHARACTERS]]
-        # Nobody can guess the key by this, if it is one of `openssl rand -hex 32`.
-        digest = hmac.digest(key.encode(), b"parallelize: nodes of a call", "sha256").hex()
-        parts["PARALLELIZE_KEY"] = [digest, f"one whose digest begins with {digest[:6]}"]
-        if not key:
-            parts["PARALLELIZE_KEY"][1] = "not set"
+        parts = {name: _shown(text) for name, text in _texts_of(task)}
+        parts["PARALLELIZE_KEY"] = "not set"
+        if key:
+            # Nobody can guess the key by this, if it is one of `openssl rand -hex 32`.
+            digest = hmac.digest(key.encode(), b"parallelize: nodes of a call", "sha256").hex()
+            parts["PARALLELIZE_KEY"] = f"one with the digest {digest[:_DIGEST_CHARACTERS]}"
         return cls(socket.gethostname(), new_stamp(), parts)
 
     @classmethod
@@ -60,12 +59,19 @@ class Request(NamedTuple):
             TypeError: the same.
         """
         host, stamp, parts = value
-        texts = [host, stamp, *parts]
-        for digest, text in parts.values():
-            texts += [digest, text]
-        if set(map(type, texts)) != {str}:
+        # ValueError or TypeError: this is no object of JSON, whose keys are texts.
+        parts = dict(parts)
+        if set(map(type, [host, stamp, *parts.values()])) != {str}:
             raise ValueError("a request of a node has other values than texts")
         return cls(host, stamp, parts)
+
+
+def _shown(text: str) -> str:
+    """Return a text as it is compared and shown: a long one is cut, and has a digest."""
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+    return f"{text[:_SHOWN_CHARACTERS]} ... (digest {digest[:_DIGEST_CHARACTERS]})"
 
 
 def _texts_of(task: Task) -> Iterator[tuple[str, str]]:
@@ -99,13 +105,13 @@ def require_equal(requests: Mapping[int, Request]) -> None:
 
 
 def _require_equal_part(name: str, requests: Mapping[int, Request]) -> None:
-    digests = set[str]()
+    texts = set[str]()
     shown = []
     for node, request in sorted(requests.items()):
-        digest, text = request.parts.get(name, ["", "none"])
-        digests.add(digest)
+        text = request.parts.get(name, "none")
+        texts.add(text)
         shown.append(f"node {node} ({request.host}): {text}")
-    if len(digests) > 1:
+    if len(texts) > 1:
         raise ConfigError(
             f"{name} differs between the nodes",
             why="; ".join(shown),
@@ -114,8 +120,10 @@ def _require_equal_part(name: str, requests: Mapping[int, Request]) -> None:
         )
 
 
-def absent_error(present: Mapping[int, Request], num_nodes: int, timeout: timedelta) -> LaunchError:
-    """Return the error for nodes that have not joined in time.
+def texts_on_absent(
+    present: Mapping[int, Request], num_nodes: int, timeout: timedelta
+) -> list[str]:
+    """Return what is wrong, why, and the fix, for nodes that have not joined in time.
 
     Args:
         present: the requests of the nodes that have joined.
@@ -129,10 +137,13 @@ def absent_error(present: Mapping[int, Request], num_nodes: int, timeout: timede
             hosts.append(f"node {node} from {present[node].host}")
         else:
             missing.append(str(node))
-    return LaunchError(
+    fault = (
         f"{len(hosts)} of {num_nodes} nodes joined within {timeout.total_seconds():g} s: "
-        f"{', '.join(hosts)}",
-        why=f"node {', '.join(missing)} is missing: it was not started, or its call has failed, or "
-        "it cannot reach MASTER_ADDR:MASTER_PORT",
-        fix="start the script on every node, or correct num_nodes; timeout= allows more time",
+        f"{', '.join(hosts)}"
     )
+    reason = (
+        f"node {', '.join(missing)} is missing: it was not started, or its call has failed, or it "
+        "cannot reach MASTER_ADDR:MASTER_PORT"
+    )
+    fix = "start the script on every node, or correct num_nodes; timeout= allows more time"
+    return [fault, reason, fix]

@@ -4,15 +4,15 @@ Node 0 serves a TCPStore at MASTER_ADDR:MASTER_PORT for each attempt of a call. 
 it, too. What the nodes say is JSON, in the order and under the keys of `node_log.py`:
 
     joined      the node takes part. Value: its request (see `node_requests.py`)
-    late        by node 0: some nodes have not joined in time: the call fails on all
     interrupt   Ctrl-C was pressed: all nodes interrupt their workers
     stop        a worker has failed: all nodes end theirs
     ended       how the ranks of the node have ended. Value: see `node_reports.py`
-    lost        by node 0: a node is silent. Value: why
+    lost        by node 0: a node is silent, or some have not joined in time. The call fails on all
+                nodes. Value: what is wrong, why, and the fix
     left        the node says and reads no more. If it has not said `ended`, it is lost
 
     joined, by all nodes ──> workers run ──> ended, by all nodes ──> left
-      └── late, lost           └── stop, interrupt, lost: all nodes end their workers
+      └── lost                 └── stop, interrupt, lost: all nodes end their workers
 
 A thread talks to the store several times a second, and the launcher asks what it has heard: a
 request to a store that is stopped or cut off does not return, and signals must be handled
@@ -34,14 +34,14 @@ from parallelize.errors import LaunchError, ParallelizeError
 from parallelize.launchers.local.node_join import join, serve, unreachable_error
 from parallelize.launchers.local.node_log import Message, NodeLog
 from parallelize.launchers.local.node_reports import json_of_ends, outcomes_of_json
-from parallelize.launchers.local.node_requests import Request, absent_error, require_equal
+from parallelize.launchers.local.node_requests import Request, require_equal, texts_on_absent
 from parallelize.launchers.local.one_node import Meeting
 
 _TALK_EVERY_S = 0.1
 _LOOK_EVERY_S = 0.05
 _CLOSE_TIMEOUT_S = 5.0
 _PATIENCE_AFTER_FAILURE_S = 10.0
-_EVENTS = ("joined", "late", "interrupt", "stop", "ended", "lost", "left")
+_EVENTS = ("joined", "interrupt", "stop", "ended", "lost", "left")
 _NO_MESSAGE = (ValueError, TypeError, LookupError)
 """What is raised for the text of a stranger."""
 
@@ -81,8 +81,8 @@ class Nodes:
         self._heard: dict[str, dict[int, Any]] = {event: {} for event in _EVENTS}
         self._to_say: list[tuple[str, Any]] = [("joined", request)]
         self._error: ParallelizeError | None = None
-        self._is_closing = False
-        self._close_by_s = float("inf")
+        # None: this node does not leave yet.
+        self._close_by_s: float | None = None
         # Since the store has answered, as the launcher and as the thread count.
         self._silence_s = 0.0
         self._looked_at_s = self._answered_at_s = time.monotonic()
@@ -106,30 +106,39 @@ class Nodes:
         while len(joined) < self._num_nodes:
             late_s = time.monotonic() - end_s
             # Each node compares all requests, and so all find the same difference.
-            require_equal(dict(joined))
+            present = dict(joined)
+            require_equal(present)
             if self._error is not None:
                 raise self._error
-            for present in self._heard["late"].values():
-                raise absent_error(present, self._num_nodes, self._timeout)
-            if self.has_failed():
+            self._notice_silence()
+            # Not a failure of workers: it may be heard just now, after the last node has joined.
+            if self._heard["lost"]:
                 raise self.lost_error()
             if late_s > _CLOSE_TIMEOUT_S and self.node_rank < 0:
                 raise unreachable_error(node, self._timeout, "it does not answer")
+            # One node decides for all who is absent.
             if late_s > 0 and self.node_rank == 0 and not self._to_say:
-                self.say("late")
+                self.say("lost", texts_on_absent(present, self._num_nodes, self._timeout))
             time.sleep(_LOOK_EVERY_S)
         require_equal(joined)
         return Meeting(self.node_rank, node.master_addr, node.master_port, joined[0].stamp)
 
     def has_failed(self) -> bool:
         """Return whether the call has failed on any node; called several times a second."""
+        self._notice_silence()
+        return bool(self._heard["lost"] or self._heard["stop"])
+
+    def _notice_silence(self) -> None:
+        """Note that node 0 is lost, if its store has not answered for too long.
+
+        The thread cannot: its request does not return.
+        """
         now_s = time.monotonic()
         # If this process was stopped, the interval is long, and says nothing about node 0.
         self._silence_s += min(now_s - self._looked_at_s, 1.0)
         self._looked_at_s = now_s
         if self.node_rank > 0 and self._silence_s > self._patience():
             self._hear(self._silent(0))
-        return bool(self._heard["lost"] or self._heard["stop"])
 
     def is_interrupted(self) -> bool:
         """Return whether Ctrl-C was pressed on any node."""
@@ -148,7 +157,7 @@ class Nodes:
         # As long as it waits, this node hears of Ctrl-C by its own signal handler only: its workers
         # have ended.
         while len(self._nodes_that_said("ended", "lost", "left")) < self._num_nodes:
-            self.has_failed()
+            self._notice_silence()
             # Without node 0 nobody is heard, and who was given up is heard by nobody.
             if self._heard["lost"].keys() & {0, self.node_rank}:
                 break
@@ -158,21 +167,15 @@ class Nodes:
         return reports
 
     def lost_error(self) -> LaunchError:
-        """Return the error for the node that is lost."""
-        node, reason = next(iter(self._heard["lost"].items()))
-        return LaunchError(
-            f"node {node} is gone",
-            why=reason,
-            fix="see that node's output: its process was killed or stopped, its machine failed, or "
-            "the network between them did; LocalLauncher(heartbeat_timeout=) allows longer pauses",
-        )
+        """Return the error for the node that is lost, or for absent ones."""
+        error: LaunchError = next(iter(self._heard["lost"].values()))
+        return error
 
     def close(self) -> None:
         """Leave the other nodes. Node 0 waits until they have left, too, or some seconds."""
         # In this order: the thread ends when it has nothing to say.
         self.say("left")
         self._close_by_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        self._is_closing = True
         self._thread.join(_CLOSE_TIMEOUT_S)
         # A process that is forked later lacks the store's thread, and would crash when it frees it.
         self._served_store = None
@@ -181,20 +184,17 @@ class Nodes:
 
     def _live(self) -> None:
         """Join, then talk until this node leaves, or node 0 is gone."""
-        place = None
         try:
-            place = join(
+            rank, store = join(
                 self._node,
                 self._served_store,
                 self._num_nodes,
                 self._timeout,
-                is_leaving=lambda: self._is_closing,
+                is_leaving=lambda: self._close_by_s is not None,
             )
         except ParallelizeError as error:
             self._error = error
-        if place is None:
             return
-        rank, store = place
         log = NodeLog(store)
         # The time until node 0 was there is no silence.
         self._silence_s = 0.0
@@ -205,7 +205,7 @@ class Nodes:
                 self._talk(log)
                 time.sleep(_TALK_EVERY_S)
         except (RuntimeError, *_NO_MESSAGE) as error:
-            self._hear(self._stopped() or Message("lost", 0, str(error).partition("\n")[0]))
+            self._hear(self._stopped() or _gone(0, str(error).partition("\n")[0]))
 
     def _talk(self, log: NodeLog) -> None:
         """Show that this node lives, say what is to be said, and hear what was said."""
@@ -234,9 +234,11 @@ class Nodes:
 
         As long as the thread has the store, its port is in use.
         """
+        if self._close_by_s is None:
+            return False
         if time.monotonic() > self._close_by_s:
             return True
-        if self._to_say or not self._is_closing:
+        if self._to_say:
             return False
         users = self._heard["joined"].keys() - {0}
         return self.node_rank > 0 or users <= self._nodes_that_said("left", "lost")
@@ -250,13 +252,13 @@ class Nodes:
             raise ValueError(f"there is no node {node}")
         if event == "joined":
             value = Request.of_json(value)
-        elif event == "late":
-            # All nodes read in one order, so that they find the same ones here.
-            value = dict(self._heard["joined"])
         elif event == "ended":
             value = outcomes_of_json(value)
+        elif event == "lost":
+            fault, reason, fix = map(str, value)
+            value = LaunchError(fault, why=reason, fix=fix)
         elif event == "left" and node not in self._heard["ended"]:
-            self._hear(Message("lost", node, "its call has ended before those of other nodes"))
+            self._hear(_gone(node, "its call has ended before those of other nodes"))
         # Nodes that leave because another one is lost are not lost.
         if event != "lost" or not self._heard["lost"]:
             self._heard[event].setdefault(node, value)
@@ -275,7 +277,7 @@ class Nodes:
         return self._patience_s
 
     def _silent(self, node: int) -> Message:
-        return Message("lost", node, f"no heartbeat for {self._patience():g} s")
+        return _gone(node, f"no heartbeat for {self._patience():g} s")
 
     def _stopped(self) -> Message | None:
         """Return that this node is lost, if it was stopped for longer than the others wait.
@@ -286,4 +288,12 @@ class Nodes:
         silent_s = time.monotonic() - self._answered_at_s
         if silent_s <= self._patience_s:
             return None
-        return Message("lost", self.node_rank, f"it was stopped for {silent_s:.0f} s")
+        return _gone(self.node_rank, f"it was stopped for {silent_s:.0f} s")
+
+
+def _gone(node: int, reason: str) -> Message:
+    fix = (
+        "see that node's output: its process was killed or stopped, its machine failed, or the "
+        "network between them did; LocalLauncher(heartbeat_timeout=) allows longer pauses"
+    )
+    return Message("lost", node, [f"node {node} is gone", reason, fix])
