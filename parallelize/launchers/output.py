@@ -57,7 +57,8 @@ def _read_end(path: Path) -> str:
             file.seek(max(0, path.stat().st_size - _END_BYTES))
             return file.read().decode(errors="replace")
     except FileNotFoundError:
-        return ""  # the worker was ended before it opened its files
+        # The worker was ended before it opened its files.
+        return ""
 
 
 class _Text(Protocol):
@@ -154,7 +155,8 @@ class RankOutput:
     def __init__(self, folder: Path, rank: int, logs: str, text_file: Path | None) -> None:
         is_shown = rank == 0 or logs == "all"
         self._files = rank_file(folder, rank, "out"), rank_file(folder, rank, "err")
-        self._tails: tuple[list[OutputTail], list[OutputTail]] = ([], [])  # of stdout, of stderr
+        # Those of stdout, and those of stderr.
+        self._tails: tuple[list[OutputTail], list[OutputTail]] = ([], [])
         self._text_file = None
         if logs == "all":
             self._add_tails(sys.stdout, sys.stderr, f"[rank {rank}] ")
@@ -266,7 +268,8 @@ def forwarded(tails: Sequence[_Tail]) -> Iterator[None]:
             for tail in tails:
                 tail.forward(is_last=False)
 
-    context = contextvars.copy_context()  # which the caller's filters of log records may read
+    # The caller's filters of log records may read variables of its context.
+    context = contextvars.copy_context()
     thread = threading.Thread(
         target=context.run, args=[forward_new], name="parallelize-output", daemon=True
     )

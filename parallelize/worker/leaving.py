@@ -29,7 +29,8 @@ from typing import Any
 
 from parallelize.hang_detection.stack_frames import call_site
 
-LEAVE_GRACE_S = 5.0  # after the function has returned: time for threads and `atexit` functions
+LEAVE_GRACE_S = 5.0
+"""How long threads and functions of `atexit` may take when the function has returned."""
 # A process in compiled code runs no Python, so that `_limit` cannot end it.
 _COMPILED_CODE_GRACE_S = 1.2 * LEAVE_GRACE_S
 # An idle process of an executor ends within milliseconds, unless it still imports modules for tasks
@@ -113,7 +114,8 @@ def _end_threads() -> None:
     places = []
     for thread in _left_threads():
         frame = frames.get(thread.ident or 0)
-        if frame is not None:  # else the thread has ended just now
+        # None: the thread has ended just now.
+        if frame is not None:
             places.append(f"{thread.name} at {call_site([*traceback.walk_stack(frame)])}")
     if places:
         sys.stderr.write(f"threads that the function has left were ended: {', '.join(places)}\n")

@@ -90,9 +90,11 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
     if files is not None:
         try:
             record_file = redirect_output(files)
-        except FileNotFoundError:  # the caller has left, and its folder with it
+        except FileNotFoundError:
+            # The caller has left, and its folder with it.
             os._exit(1)
-        forget_exit_functions()  # this process is forked from a server
+        # This process is forked from a server.
+        forget_exit_functions()
     shutdown = WorkerShutdown(world, *outcome_paths(Path(setup.folder), world.rank))
     try:
         set_up_process(setup, world, record_file)
@@ -155,7 +157,8 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
     ) as runtime:
         setup.settings.apply_default_device()
         if runtime.config.seed is None:
-            setup.random_states.begin(runtime.devices)  # imported modules may have drawn numbers
+            # Imported modules may have drawn numbers.
+            setup.random_states.begin(runtime.devices)
         stop = StopHandler(
             rendezvous.store or world.master_port,
             has_accelerator=runtime.device.type != "cpu",
@@ -173,7 +176,8 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             _write(outcome, setup.outcome_path(world))
             # The caller has the value: from here on, SIGTERM ends a process that leaves at once.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if stop.raised is not None:  # the group may be interrupted, and cannot be destroyed
+            if stop.raised is not None:
+                # The group may be interrupted, and cannot be destroyed.
                 share_outcome(task, world, Path(setup.folder))
                 os._exit(0)
         except BaseException as error:  # noqa: BLE001 - before the process group is destroyed

@@ -52,9 +52,11 @@ def set_up_process(setup: WorkerSetup, world: World, record_file: RecordFile | N
     _set_up_variables(setup, world)
     _set_up_signals()
     _set_up_streams(setup, world, record_file)
-    linecache.cache.update(setup.sources)  # for tracebacks and debuggers
+    # Tracebacks and debuggers show these lines.
+    linecache.cache.update(setup.sources)
     setup.settings.apply()
-    setup.random_states.begin(())  # for numbers that modules draw on import
+    # Modules may draw numbers on import.
+    setup.random_states.begin(())
 
 
 def _set_up_variables(setup: WorkerSetup, world: World) -> None:

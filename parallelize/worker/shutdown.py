@@ -49,7 +49,8 @@ from parallelize.hang_detection.rank_state import progress
 from parallelize.hang_detection.stack_frames import is_in_collective
 from parallelize.run.group_abort import interrupt_collectives, mark_as_interrupted
 
-_HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
+# A main thread that runs Python calls the handler within milliseconds.
+_HANDLER_TIMEOUT_S = 0.1
 _RESEND_AFTER_S = 0.01
 # The signals that a rank handles, and Python's own handlers of them.
 _STOP_SIGNALS: Mapping[int, Any] = {
@@ -83,7 +84,8 @@ class WorkerShutdown:
         self._world = world
         self._error_path = error_path
         self._pid = os.getpid()
-        self._first_error = threading.Lock()  # acquired by the first error, never released
+        # The first error acquires it. It is never released.
+        self._first_error = threading.Lock()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Terminate after an error of the main thread.
@@ -151,7 +153,8 @@ class WorkerShutdown:
             code = error.code
         if code not in (None, 0):
             traceback.print_exception(error)
-        if not isinstance(code, int):  # as Python does: sys.exit() is 0, sys.exit("text") is 1
+        # Python does the same: the code of no value is 0, and that of a text is 1.
+        if not isinstance(code, int):
             code = int(code is not None)
         os._exit(code)
 
@@ -177,7 +180,8 @@ class StopHandler:
         self._has_accelerator = has_accelerator
         self._is_handled = threading.Event()
         self._has_interrupted = False
-        self._masks = threading.local()  # of each thread that forks
+        # Each thread that forks has a mask.
+        self._masks = threading.local()
 
     def install(self) -> None:
         """Install the handler in the main thread; SIGINT's only in place of Python's own."""
@@ -185,7 +189,8 @@ class StopHandler:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self)
         received, written = socket.socketpair()
-        written.settimeout(0)  # required by set_wakeup_fd
+        # set_wakeup_fd takes no other sockets.
+        written.settimeout(0)
         signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(
             before=self._block_in_fork,
@@ -256,7 +261,8 @@ class StopHandler:
         """
         while number := received.recv(1):
             handler: Any = self
-            store = None  # at first, because torch logs requests that fail
+            # The first attempt makes no requests to the store: torch logs those that fail.
+            store = None
             patience = None
             # The socket gets all signals that have a handler, such as the user's of SIGUSR1.
             if self._has_accelerator and signal.getsignal(number[0]) is handler:

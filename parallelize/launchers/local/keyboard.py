@@ -139,7 +139,8 @@ class Keyboard(contextlib.AbstractContextManager[None]):
         accepted, _address = self._socket.accept()
         connection = Connection(accepted.detach())
         self._processes.append(_Process(connection))
-        with contextlib.suppress(OSError):  # it has ended
+        # The debugged process may have ended.
+        with contextlib.suppress(OSError):
             connection.send_bytes(names_of_script().dumps())
 
     def _receive_from(self, process: _Process) -> None:
