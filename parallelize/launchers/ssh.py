@@ -57,10 +57,12 @@ from parallelize.launchers.stop_signals import StopSignals
 from parallelize.plugins.options import Parse, command, path, variables
 from parallelize.version import __version__
 
-_HOST = re.compile(r"(?P<name>[^:\s]+)(?::(?P<gpus>\d+))?")
+_HOST = re.compile(r"[^:\s]+(?::(?P<gpus>\d+))?")
 # No passwords are asked for. A connection that is lost ends within 4 s.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=1", "ServerAliveCountMax=3")
-# Python reads variables, of which PYTHONPATH may be one, when it starts.
+# A program that sets the variables and then becomes the agent: Python reads its own variables, such
+# as PYTHONPATH, only when it starts. Its stdin is read without a buffer, which would take more than
+# the line, and what follows is for the agent.
 _START = (
     "import json, os, sys; "
     "os.environ.update(json.loads(open(0, 'rb', 0, closefd=False).readline())); "
@@ -113,9 +115,10 @@ class SSHLauncher(BatchLauncher):
             ConfigError: a host's name or number of GPUs is invalid, or contradicts the options.
         """
         number_of_hosts = len(self.hosts)
-        matches = list(filter(None, map(_HOST.fullmatch, self.hosts)))
-        numbers_of_gpus = {match["gpus"] for match in matches}
-        if len(matches) < number_of_hosts or len(numbers_of_gpus) != 1:
+        matches = [_HOST.fullmatch(host) for host in self.hosts]
+        # None is a number here, too: that of hosts that are named without one.
+        numbers_of_gpus = {match["gpus"] for match in matches if match is not None}
+        if None in matches or len(numbers_of_gpus) != 1:
             raise ConfigError(
                 f"hosts={list(self.hosts)}",
                 why="it must name at least one host, and each with the same number of GPUs, if "
@@ -156,23 +159,21 @@ class SSHLauncher(BatchLauncher):
         # hosts= names the nodes, and env= has their variables.
         del node, environ
         with StopSignals().handled() as signals, contextlib.ExitStack() as ended:
-            hosts = [ended.enter_context(_connected(name, self)) for name in self.names]
+            hosts = []
+            for host_and_gpus in self.hosts:
+                name = host_and_gpus.partition(":")[0]
+                hosts.append(ended.enter_context(_started_agent(name, self)))
             # All hosts are asked before the call is pickled: one that lacks a module needs it in
             # the pickle, and one with other versions must get no call.
             lacking = set[str]()
             for host in hosts:
-                lacking |= host.check()
+                lacking |= host.compare_with_this_machine()
             with pickled_by_value(lacking):
                 call = NodeCall.of(task.renewed())
             _send_call(call, hosts)
             # Not before: Ctrl-C while a call is sent would put the word into the middle of it.
             signals.interrupt = functools.partial(_tell_all, hosts, "interrupt")
             return outcomes_of(_results(hosts))
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the hosts, as for `ssh`."""
-        return [host.partition(":")[0] for host in self.hosts]
 
 
 @dataclass(eq=False)
@@ -184,24 +185,27 @@ class _Host:
         python: the interpreter there.
         process: `ssh`.
         connection: what the agent reads and writes.
-        words: a file with what `ssh` and the host have said.
-        address: address of the host, and a free port there; found by `check`.
+        stderr: a file with what `ssh` and the host have written to stderr.
+        address: address of the host, and a free port there; the agent's first answer has them.
     """
 
     name: str
     python: str
     process: subprocess.Popen[bytes]
     connection: Connection
-    words: IO[bytes]
+    stderr: IO[bytes]
     address: tuple[str, int] = ("", 0)
 
-    def tell(self, message: Any) -> None:
-        """Send something to the agent; if its connection has ended, the next `hear` finds that."""
+    def send(self, message: Any) -> None:
+        """Send a message to the agent.
+
+        If the connection has ended, the next `receive` says so, with what the host has written.
+        """
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
-    def hear(self) -> Any:
-        """Return what the agent says next.
+    def receive(self) -> Any:
+        """Return the agent's next message.
 
         Raises:
             LaunchError: its connection has ended.
@@ -210,26 +214,26 @@ class _Host:
             return self.connection.recv()
         except (EOFError, OSError):
             pass
-        # Its last words are complete when ssh has ended.
+        # What it has written is complete when ssh has ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        self.words.seek(0)
-        said = self.words.read().decode(errors="replace").strip().splitlines()
+        self.stderr.seek(0)
+        lines = self.stderr.read().decode(errors="replace").strip().splitlines()
         raise LaunchError(
             f"the connection to host {self.name} has ended",
-            why="; ".join(said[-3:]) or f"ssh has ended with code {self.process.poll()}",
+            why="; ".join(lines[-3:]) or f"ssh has ended with code {self.process.poll()}",
             fix=f"try: ssh -o BatchMode=yes {self.name} {self.python} -c 'import parallelize'",
         )
 
-    def check(self) -> set[str]:
+    def compare_with_this_machine(self) -> set[str]:
         """Compare the versions there and here; return the caller's modules that the host lacks.
 
         Raises:
             ConfigError: versions differ.
             LaunchError: the host cannot be reached.
         """
-        self.tell((str(Path.cwd()), sys.path, _modules_of_user()))
-        versions, self.address, lacking = self.hear()
+        self.send((str(Path.cwd()), sys.path, _modules_of_user()))
+        versions, self.address, lacking = self.receive()
         for name, version_here in _versions().items():
             if versions[name] != version_here:
                 raise ConfigError(
@@ -258,33 +262,35 @@ def _modules_of_user() -> set[str]:
 
 
 @contextlib.contextmanager
-def _connected(name: str, launcher: SSHLauncher) -> Iterator[_Host]:
-    """Start an agent on a host; end it with the block."""
+def _started_agent(name: str, launcher: SSHLauncher) -> Iterator[_Host]:
+    """Start the agent on a host; end it with the block, by the end of its connection."""
     python = launcher.python or sys.executable
     options = [f"-o{option}" for option in _OPTIONS]
     command = [*launcher.ssh, "-T", *options, name, shlex.join([python, "-c", _START])]
     caller_end, ssh_end = socket.socketpair()
-    with tempfile.TemporaryFile() as words, caller_end, ssh_end:
+    with tempfile.TemporaryFile() as stderr, caller_end, ssh_end:
         try:
             # A session of its own: it gets no Ctrl-C from the terminal.
             process = subprocess.Popen(
                 command,
                 stdin=ssh_end.fileno(),
                 stdout=ssh_end.fileno(),
-                stderr=words,
+                stderr=stderr,
                 start_new_session=True,
             )
         except OSError as exc:
             raise LaunchError(
-                f"no {command[0]}", why=str(exc), fix="install OpenSSH's client"
+                f"no {command[0]}",
+                why=str(exc),
+                fix="install OpenSSH's client",
             ) from None
         ssh_end.close()
-        # If ssh has ended already, `hear` finds that.
-        # The agent's first line are its variables, since ssh passes none on by itself.
+        # The agent's first line has its variables, since ssh passes none on by itself. If ssh has
+        # ended already, the first `receive` says so.
         with contextlib.suppress(OSError):
             caller_end.sendall(json.dumps(dict(launcher.env)).encode() + b"\n")
         with process, Connection(caller_end.detach()) as connection:
-            yield _Host(name, python, process, connection, words)
+            yield _Host(name, python, process, connection, stderr)
 
 
 def _send_call(call: NodeCall, hosts: Sequence[_Host]) -> None:
@@ -292,26 +298,30 @@ def _send_call(call: NodeCall, hosts: Sequence[_Host]) -> None:
     # The ranks sign with this key what they send each other. It comes through ssh, which encrypts.
     key = secrets.token_hex(16)
     for node, host in enumerate(hosts):
-        host.tell((call, Node(*hosts[0].address, node), key))
+        host.send((call, Node(*hosts[0].address, node), key))
 
 
 def _results(hosts: Sequence[_Host]) -> list[bytes]:
-    """Show the output of the call until it ends; return the hosts' results, in their order."""
-    # Connection -> node, for those that run. An agent whose outcome has come may end.
+    """Show the output of the call until it ends; return the hosts' results, in their order.
+
+    After the first result, the other hosts have `_LEAVE_GRACE_S`: their ranks may be lost, and the
+    first result then says why.
+    """
+    # Connection -> node, for the agents whose outcome has not come. The others may end.
     running: dict[Any, int] = {host.connection: node for node, host in enumerate(hosts)}
     results = dict[int, bytes]()
     end_s = float("inf")
     while running and time.monotonic() < end_s:
         for connection in wait(list(running), _BEAT_EVERY_S):
             node = running[connection]
-            subject, content = hosts[node].hear()
+            subject, content = hosts[node].receive()
             if subject == "outcome":
                 results[node] = content
                 del running[connection]
                 end_s = min(end_s, time.monotonic() + _LEAVE_GRACE_S)
             else:
                 _show(subject, content)
-        # An agent that hears nothing for long ends: its caller is gone.
+        # An agent that receives nothing for `_LOST_AFTER_S` ends: its caller is gone.
         _tell_all(hosts, "beat")
     return [results[node] for node in sorted(results)]
 
@@ -328,7 +338,7 @@ def _show(subject: str, content: Any) -> None:
 
 def _tell_all(hosts: Sequence[_Host], message: str) -> None:
     for host in hosts:
-        host.tell(message)
+        host.send(message)
 
 
 # On a host
@@ -338,7 +348,9 @@ class _Stream(io.TextIOBase):
     """Sends what is written to it to the caller, as that of stdout, stderr or the loggers."""
 
     def __init__(self, name: str, connection: Connection, lock: threading.Lock) -> None:
-        self._name, self._connection, self._lock = name, connection, lock
+        self._name = name
+        self._connection = connection
+        self._lock = lock
 
     def write(self, text: str) -> int:
         """Send a text."""
@@ -348,9 +360,9 @@ class _Stream(io.TextIOBase):
 
 
 def _versions() -> dict[str, str]:
-    python = "{}.{}".format(*sys.version_info)
+    """Return what must be equal on the hosts; builds of torch for other devices may differ."""
     return {
-        "Python": python,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "torch": torch.__version__.partition("+")[0],
         "parallelize": __version__,
     }
@@ -362,13 +374,16 @@ def _address() -> tuple[str, int]:
     return address, free_port(address)
 
 
-def _obey(commands: Connection) -> None:
-    """Interrupt the call if the caller says so; end this process when the caller is gone."""
+def _follow_commands(commands: Connection) -> None:
+    """Interrupt the call if the caller says so; end this process when the caller is gone.
+
+    A thread of the agent runs this while the call runs.
+    """
     with contextlib.suppress(EOFError, OSError):
         while commands.poll(_LOST_AFTER_S):
             if commands.recv() == "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
-    # The launcher ends the workers.
+    # The launcher's handler ends the workers. If that takes too long, nothing is waited for.
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_END_TIMEOUT_S)
     os._exit(1)
@@ -382,20 +397,26 @@ def _serve() -> None:
     lock_of_replies = threading.Lock()
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is needed
         os.dup2(nothing.fileno(), 0)
-    # Not the ranks' output, which comes through sys.stdout, but that of other code.
+    # What other code writes to stdout must not stand in the connection. The ranks' output comes
+    # through sys.stdout, see below.
     os.dup2(2, 1)
-    folder, path, modules = commands.recv()
+    folder, search_path, modules = commands.recv()
     with contextlib.suppress(OSError):
         os.chdir(folder)
-    # What the caller imports from its search path is imported here, if it is there, too.
-    sys.path += [entry for entry in path if entry not in sys.path]
+    # Modules in folders that this host has, too, are imported from there, and are not sent.
+    sys.path += [entry for entry in search_path if entry not in sys.path]
     lacking = {name for name in modules - sys.modules.keys() if find_spec(name) is None}
     replies.send((_versions(), _address(), lacking))
     call, node, key = commands.recv()
     # The launcher writes what the ranks print to these.
     sys.stdout = _Stream("stdout", replies, lock_of_replies)
     sys.stderr = _Stream("stderr", replies, lock_of_replies)
-    threading.Thread(target=_obey, args=[commands], name="parallelize-ssh", daemon=True).start()
+    threading.Thread(
+        target=_follow_commands,
+        args=[commands],
+        name="parallelize-ssh",
+        daemon=True,
+    ).start()
     records = _Stream("records", replies, lock_of_replies)
     outcome = call.run(node, records.write, key=key)
     with lock_of_replies:
