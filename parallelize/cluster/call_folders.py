@@ -105,7 +105,7 @@ def _is_own_folder(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder, and nothing that has taken its name since it was looked at."""
+    """Open a folder, and nothing that another user has put under its name meanwhile."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor

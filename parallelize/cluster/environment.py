@@ -199,10 +199,12 @@ def _world_of(launcher: LauncherVariables, variables: Mapping[str, str]) -> Worl
     """
     if launcher.rank not in variables:
         return None
+    least_processes = launcher.least_processes
     # A launcher that also starts plain programs, as one process, need not set their number.
-    starts_programs = launcher.least_processes > 1
-    number_of_processes = _number(variables, launcher.world_size, 1 if starts_programs else None)
-    if number_of_processes < launcher.least_processes:
+    default = None
+    if least_processes > 1:
+        default = 1
+    if _number(variables, launcher.world_size, default) < least_processes:
         return None
     variables = {**launcher.derive(variables), **variables}
     world_size = _number(variables, launcher.world_size)
@@ -238,9 +240,10 @@ def _local_world_size(
             fix="start the same number of processes on every node",
         )
     # Without the number of nodes, all processes are on one, unless rank and local rank differ.
-    is_known = num_nodes > 0 or rank == local_rank
-    names = launcher.local_world_size or launcher.num_nodes
-    return _number(variables, names, size_of_equal_nodes if is_known else None)
+    default = None
+    if num_nodes > 0 or rank == local_rank:
+        default = size_of_equal_nodes
+    return _number(variables, launcher.local_world_size or launcher.num_nodes, default)
 
 
 def _node_rank_by_position(

@@ -138,7 +138,8 @@ class BatchJob(abc.ABC, Generic[R]):
     """
 
     def __init__(self, job_id: str, *, all_ranks: bool) -> None:
-        self.id, self._all_ranks = job_id, all_ranks
+        self.id = job_id
+        self._all_ranks = all_ranks
 
     def result(self, timeout_s: float | None = None) -> R:
         """Wait for the call to end and return its value.

@@ -271,6 +271,7 @@ def _describe_rank(outcome: Outcome | None, *, names_lines: bool) -> str:
 
 
 def _worker_error(rank: int, host: str, exitcode: int, *, why: str) -> WorkerError:
+    """Return the error of a process that ended by itself or by a signal, with how to mend it."""
     signal_name = _signal_name(exitcode)
     fix = "raise an exception instead, so that its reason can be shown here"
     if signal_name in _FIX_BY_SIGNAL:
@@ -307,5 +308,7 @@ def _one_line(error: BaseException) -> str:
     if len(reason) > _MOST_CHARACTERS:
         # Between words, if there are several.
         words, _, _part_of_word = reason[:_MOST_CHARACTERS].rpartition(" ")
-        reason = f"{words} ..." if words else reason[:_MOST_CHARACTERS]
+        reason = reason[:_MOST_CHARACTERS]
+        if words:
+            reason = f"{words} ..."
     return f"{name}: {reason}"
