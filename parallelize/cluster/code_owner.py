@@ -74,9 +74,8 @@ def owner_of_frame(frame: FrameType) -> CodeOwner:
     path = frame.f_code.co_filename
     if not path.startswith("<") or path.startswith("<frozen "):
         return owner_of_file(path)
-    if "__name__" not in frame.f_globals:
-        return CodeOwner.USER
-    return owner_of_module(frame.f_globals["__name__"])
+    # Without a module, "<string>" stands for its name, which no module has.
+    return owner_of_module(frame.f_globals.get("__name__", path))
 
 
 def owner_of_module(name: object) -> CodeOwner:

@@ -199,12 +199,11 @@ def _world_of(launcher: LauncherVariables, variables: Mapping[str, str]) -> Worl
     """
     if launcher.rank not in variables:
         return None
-    least_processes = launcher.least_processes
     # A launcher that also starts plain programs, as one process, need not set their number.
     default = None
-    if least_processes > 1:
+    if launcher.least_processes > 1:
         default = 1
-    if _number(variables, launcher.world_size, default) < least_processes:
+    if _number(variables, launcher.world_size, default) < launcher.least_processes:
         return None
     variables = {**launcher.derive(variables), **variables}
     world_size = _number(variables, launcher.world_size)
