@@ -35,6 +35,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.rank_state import Collective, RankState
 from parallelize.hang_detection.watchdog import Judge
+from parallelize.launchers.local.node_requests import Request
 from parallelize.launchers.local.nodes import Nodes
 
 RANKS_PER_NODE = 8
@@ -187,15 +188,16 @@ def failure(num_nodes: int) -> dict[str, float]:
         port = free.getsockname()[1]
 
     def join(rank: int) -> Nodes:
-        return Nodes(Node(HOST, port, rank) if num_nodes > 1 else None, task, patience_s=60.0, key="")
+        node = Node(HOST, port, rank)
+        return Nodes(node, num_nodes, Request.of(task, ""), timeout=TIMEOUT, patience_s=60.0)
 
     with ThreadPoolExecutor(num_nodes) as threads:
         nodes = list(threads.map(join, range(num_nodes)))
         list(threads.map(lambda node: node.start(), nodes))
         ends = [threads.submit(run_node, node) for node in nodes[:-1]]
         failed_at = time.monotonic()
-        nodes[-1].stop()
-        ends.append(threads.submit(nodes[-1].exchange, {}))
+        nodes[-1].say("stop")
+        ends.append(threads.submit(nodes[-1].exchange, []))
         for each in ends:
             each.result()
         ended_at = time.monotonic()
@@ -205,8 +207,8 @@ def failure(num_nodes: int) -> dict[str, float]:
 
 def run_node(node: Nodes) -> None:
     """Do what the launcher of a node does: end when a node has failed, and wait for all reports."""
-    wait_until(node.is_stopped)
-    node.exchange({})
+    wait_until(node.has_failed)
+    node.exchange([])
 
 
 def open_descriptors(pid: int) -> int:

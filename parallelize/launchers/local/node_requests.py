@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import inspect
 import json
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -63,6 +64,9 @@ class Request(NamedTuple):
         parts = dict(parts)
         if set(map(type, [host, stamp, *parts.values()])) != {str}:
             raise ValueError("a request of a node has other values than texts")
+        # A folder of logs gets this name: a stranger's must not lead elsewhere.
+        if not re.fullmatch(r"[\d-]+", stamp):
+            raise ValueError("the stamp of a node's call has other characters than digits")
         return cls(host, stamp, parts)
 
 
