@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from parallelize.call.pickle_cases import LOCKS
 from parallelize.call.pickling import dump, load
 from parallelize.call.random_states import RandomStates
+from parallelize.call.reachable import is_a
 from parallelize.call.tracebacks import shorten_chain
 from parallelize.call.unpicklable import Part
 from parallelize.cluster.world import World
@@ -97,6 +99,12 @@ class Outcome:
         Raises:
             WorkerError: the return value cannot be pickled.
         """
+        if is_a(self.value, LOCKS):
+            raise WorkerError(
+                "the returned value cannot be pickled",
+                why=f"a {type(self.value).__name__!r} object is for the threads of one process",
+                fix=_FIX_VALUE,
+            )
         parts = (
             Part("the returned value", self.value),
             Part("the state of an optimizer", self.states),

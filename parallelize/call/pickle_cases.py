@@ -276,7 +276,9 @@ def _may_hold_locks(object_type: type[Any]) -> bool:
     # An Event, Semaphore or Barrier gets new locks, as cached_property does.
     if object_type.__module__ == "threading":
         return issubclass(object_type, threading.Thread)
-    return object_type.__module__ != "functools"
+    # What this package sends has values of the user, which are looked at by themselves.
+    package = object_type.__module__.partition(".")[0]
+    return package not in ("functools", __name__.partition(".")[0])
 
 
 def _refuse_with_lock(holder: Any, _context: Context) -> None:

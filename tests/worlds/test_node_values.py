@@ -124,4 +124,6 @@ def test_an_object_comes_back_on_node_0_only_without_a_key(hosts: tuple[Host, Ho
 def test_a_value_that_cannot_be_pickled_is_one_error(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """The same on both hosts."""
     for result in call_on(hosts, tmp_path, "lock"):
-        assert (result["error"], "the returned value cannot be pickled" in result["text"]) == ("WorkerError", True), result["text"]
+        assert (result["error"], "the returned value cannot be pickled" in result["text"]) == ("WorkerError", True), (
+            result["text"]
+        )

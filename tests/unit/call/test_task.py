@@ -81,6 +81,12 @@ def test_an_argument_is_named_by_its_parameter(
     assert str(caught.value).startswith(f"{name} cannot be pickled\n")
 
 
+def test_a_lock_is_no_value() -> None:
+    """It would be another lock in the caller."""
+    with pytest.raises(WorkerError, match="the returned value cannot be pickled"):
+        Outcome.returned(World(), threading.Lock()).dumps()
+
+
 @pytest.mark.parametrize("lock", [threading.Lock(), threading.RLock(), threading.Condition()])
 def test_a_lock_is_no_argument(lock: object) -> None:
     """The caller would take it for one that all ranks share."""
