@@ -122,7 +122,8 @@ mode, user = sys.argv[1], os.getuid()
 os.setgid(65534), os.setuid(65534)
 escape = "\\x1b]0;PWNED\\x07\\x1b[31m\\u202e"
 FACTS = dict(host=escape, world_size=1, at_s=1.0, steps=1, looks={"computing": 1}, waits_s=0, memory_bytes=1)
-STATE = [0, "running", escape, escape, [], [escape], False, 0, 10**9, FACTS]
+STATEMENT = ["loop", escape, escape, [escape]]
+STATE = [0, "running", escape, escape, [], [escape], False, 0, 10**9, FACTS, "other", escape, [STATEMENT]]
 
 def changed(place, value):
     return [value if number == place else field for number, field in enumerate(STATE)]
@@ -135,6 +136,8 @@ STATES = {
     "nan": changed(9, FACTS | {"at_s": float("nan")}),
     "wrong looks": changed(9, FACTS | {"looks": [1]}),
     "wrong collectives": changed(4, [[1]]),
+    "wrong wait": changed(10, "kind"),
+    "wrong statements": changed(12, [["loop"]]),
     "short": STATE[:3],
     "no list": {"a": 1},
 }
@@ -184,6 +187,8 @@ sys.stdin.read()
                 "nan",
                 "wrong looks",
                 "wrong collectives",
+                "wrong wait",
+                "wrong statements",
                 "short",
                 "no list",
             )
