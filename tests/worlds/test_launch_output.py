@@ -148,5 +148,5 @@ def test_a_flood_of_output_is_shown_as_a_whole(capfdbinary: pytest.CaptureFixtur
     lines = 16 << 10
     flood.options(logs=str(tmp_path))(lines)
     assert capfdbinary.readouterr().out == (b"x" * 1023 + b"\n") * lines
-    (written,) = tmp_path.glob("*/rank1.out")
+    (written,) = tmp_path.glob("*/rank1.log")
     assert written.read_bytes() == (b"x" * 1023 + b"\n") * lines
