@@ -134,7 +134,7 @@ from datetime import timedelta
 from parallelize.cluster.world import Node
 from parallelize.launchers.local.node_requests import Request
 from parallelize.launchers.local.nodes import Nodes
-node, request = Node("127.0.0.1", int(sys.argv[1]), 0), Request("a", "b", {})
+node, request = Node("127.0.0.1", int(sys.argv[1]), 0), Request("a", "1-1", {})
 nodes = Nodes(node, 2, request, timeout=timedelta(minutes=3), patience_s=60)
 nodes.start()
 time.sleep(300)
@@ -149,8 +149,8 @@ def test_node_0_is_lost(make: Make, sent: signal.Signals, match: str) -> None:
     port: int = make.port  # type: ignore[attr-defined]  # see `make`
     with subprocess.Popen([sys.executable, "-c", NODE_0, str(port)]) as process:
         try:
-            second = make(1, asks=Request("c", "d", {}), timeout_s=120.0, patience_s=8.0)
-            assert second.start().stamp == "b"
+            second = make(1, asks=Request("c", "2-2", {}), timeout_s=120.0, patience_s=8.0)
+            assert second.start().stamp == "1-1"
             process.send_signal(sent)
             wait_for(second.has_failed, timeout_s=60)
             assert match in str(second.lost_error())
