@@ -182,7 +182,8 @@ class OtherMachine(BatchLauncher):
 
     def launch(self, task: Any, *, node: Any, environ: Any) -> Any:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as machine:
-            return outcomes_of(machine.submit(run_on_another_machine, NodeCall.of(task)).result())
+            result = machine.submit(run_on_another_machine, NodeCall.of(task)).result()
+            return outcomes_of([result])
 
     def submit(self, tasks: Any, *, at_most: Any, environ: Any) -> Any:
         raise NotImplementedError
