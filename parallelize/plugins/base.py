@@ -38,6 +38,23 @@ if TYPE_CHECKING:
     from parallelize.agreement.verification import Verification
     from parallelize.backends.logical import PartsOfBlock
 
+# What authors of plug-ins import, and the API reference describes.
+__all__ = [
+    "LEVELS",
+    "Amp",
+    "Backend",
+    "Engine",
+    "Inner",
+    "Launcher",
+    "Level",
+    "LocalEngine",
+    "Precision",
+    "PrecisionRequest",
+    "Reduction",
+    "RoutedModel",
+    "Session",
+]
+
 Level = Literal["O0", "O1", "O2", "O3"]
 LEVELS: tuple[Level, ...] = ("O0", "O1", "O2", "O3")
 
