@@ -118,7 +118,7 @@ ROOMS: Mapping[str, int] = {
     "gradients": 10_614,
     "hang_detection": 10_436,
     "launchers": 26_932,
-    "plugins": 3_282,
+    "plugins": 3_312,
     "precision": 6_765,
     "run": 9_949,
     "torch_patches": 7_519,
