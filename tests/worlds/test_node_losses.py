@@ -183,14 +183,15 @@ class Relay:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._server.getsockname()[1]
         self._target, self._change_at, self._seen = port, change_at, 0
+        self._sockets = contextlib.ExitStack()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                client, _ = self._server.accept()
+                client = self._sockets.enter_context(self._server.accept()[0])
                 with contextlib.suppress(OSError):
-                    upstream = socket.create_connection(("127.0.0.1", self._target))
+                    upstream = self._sockets.enter_context(socket.create_connection(("127.0.0.1", self._target)))
                     for one, other, changes in ((client, upstream, False), (upstream, client, True)):
                         threading.Thread(target=self._copy, args=(one, other, changes), daemon=True).start()
                     continue
@@ -207,7 +208,9 @@ class Relay:
             target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)  # `close` alone does not end a thread in accept()
         self._server.close()
+        self._sockets.close()
 
 
 @pytest.mark.timeout(600)
