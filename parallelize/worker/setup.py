@@ -26,7 +26,6 @@ from parallelize.cluster.store import STORE_FILE
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.run.rendezvous import Rendezvous
-from parallelize.worker.share_outcome import held_path, outcome_path
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,16 @@ class WorkerSetup:
 def task_path(folder: Path) -> Path:
     """Return the path of the task file in a run's folder."""
     return folder / "task"
+
+
+def outcome_path(folder: Path, rank: int) -> Path:
+    """Return the path of the outcome of a rank that has returned."""
+    return folder / f"outcome.{rank}"
+
+
+def held_path(folder: Path) -> Path:
+    """Return the path of the outcome of a leader that has not shared it yet."""
+    return folder / "held"
 
 
 def outcome_paths(folder: Path, rank: int) -> tuple[Path, Path]:

@@ -37,18 +37,9 @@ from parallelize.run.group_abort import abort_and_destroy
 from parallelize.run.rendezvous import reachable, reachable_gloo
 from parallelize.run.run_key import run_key
 from parallelize.torch_patches.process_groups import destroy_group
+from parallelize.worker.setup import held_path, outcome_path
 
 _LOOK_EVERY_S = 0.05
-
-
-def outcome_path(folder: Path, rank: int) -> Path:
-    """Return the path of the outcome of a rank that has returned."""
-    return folder / f"outcome.{rank}"
-
-
-def held_path(folder: Path) -> Path:
-    """Return the path of the outcome of a leader that has not shared it yet."""
-    return folder / "held"
 
 
 def share_outcome(task: Task, world: World, folder: Path) -> None:

@@ -48,6 +48,7 @@ from parallelize.cluster.world import World
 from parallelize.hang_detection.rank_state import progress
 from parallelize.hang_detection.stack_frames import is_in_collective
 from parallelize.run.group_abort import interrupt_collectives, mark_as_interrupted
+from parallelize.worker.setup import outcome_paths
 
 # A main thread that runs Python calls the handler within milliseconds.
 _HANDLER_TIMEOUT_S = 0.1
@@ -66,6 +67,7 @@ the rest is for `finally` blocks.
 _STALLED_S = {signal.SIGINT: 3.0, signal.SIGTERM: 0.5}
 """For how long, if it waits for a collective, and no collective makes progress: another rank has
 handled the signal, and makes no more of them."""
+_LOOK_FOR_EXITS_EVERY_S = 0.02
 _EXITS_WITHIN_S = 1.0
 """How far apart the ranks may call sys.exit(1). If all do, the program exits."""
 
@@ -127,18 +129,14 @@ class WorkerShutdown:
 
         The end of this process would stop those that are about to exit.
         """
-        first = self._world.node_rank * self._world.local_world_size
-        ranks = set(range(first, first + self._world.local_world_size))
+        first_rank = self._world.rank - self._world.local_rank
+        awaited_ranks = set(range(first_rank, first_rank + self._world.local_world_size))
         end_s = time.monotonic() + _EXITS_WITHIN_S
-        while ranks and time.monotonic() < end_s:
-            for rank in list(ranks):
-                paths = (
-                    self.path.with_suffix(f".{rank}"),
-                    self._error_path.with_suffix(f".{rank}"),
-                )
-                if any(path.exists() for path in paths):
-                    ranks.remove(rank)
-            time.sleep(0.02)
+        while awaited_ranks and time.monotonic() < end_s:
+            for rank in list(awaited_ranks):
+                if any(path.exists() for path in outcome_paths(self.path.parent, rank)):
+                    awaited_ranks.remove(rank)
+            time.sleep(_LOOK_FOR_EXITS_EVERY_S)
 
     def end_if_forked(self, error: BaseException | None = None) -> None:
         """End this process if the function has forked it: it is no rank, and has no outcome.

@@ -53,8 +53,7 @@ from parallelize.launchers.stop_signals import StopRequested, StopSignals
 from parallelize.plugins.base import Launcher
 from parallelize.plugins.options import Parse, choice, number
 from parallelize.run.startup_summary import announced
-from parallelize.worker.setup import WorkerSetup, task_path
-from parallelize.worker.share_outcome import outcome_path
+from parallelize.worker.setup import WorkerSetup, outcome_path, task_path
 
 _log = logging.getLogger("parallelize")
 

@@ -283,7 +283,7 @@ class Nodes:
         """Return that this node is lost, if it was stopped for longer than the others wait.
 
         The store of node 0 answers it at once. If the answer has taken long, the process was
-        stopped. On another node, `has_failed` has noticed by now that node 0 was silent.
+        stopped. On another node, the launcher has noticed by now that node 0 was silent.
         """
         silent_s = time.monotonic() - self._answered_at_s
         if silent_s <= self._patience_s:

@@ -10,7 +10,8 @@ from parallelize.call.task import Call, Task
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
-from parallelize.worker.share_outcome import held_path, share_outcome
+from parallelize.worker.setup import held_path
+from parallelize.worker.share_outcome import share_outcome
 
 
 def function() -> None: ...
