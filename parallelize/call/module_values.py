@@ -39,7 +39,7 @@ from parallelize.call.reachable import (
     namespace,
     variables_of,
 )
-from parallelize.cluster.code_owner import is_user_module
+from parallelize.cluster.code_owner import CodeOwner, is_user_module, owner_of_file
 
 # A larger value is data, which the workers read again when they import its module.
 _MAX_BYTES = 16 * 2**20
@@ -275,9 +275,11 @@ class ImportedFiles:
         """Return files that were edited after the first call, and were not reloaded since."""
         edited = set()
         for name, module in list(sys.modules.items()):
-            if not is_user_module(name):
+            # By the file, whose owner is remembered: each call looks at all modules.
+            file = namespace(module).get("__file__")
+            if not isinstance(file, str) or owner_of_file(file) is not CodeOwner.USER:
                 continue
-            path = _file(module)
+            path = Path(file)
             if not path.is_file():
                 continue
             current = _ImportedFile(namespace(module).get("__spec__"), path.stat().st_mtime)
