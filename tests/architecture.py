@@ -108,7 +108,7 @@ ROOMS: Mapping[str, int] = {
     "backends": 19_558,
     "backends/balanced": 14_117,
     "block": 5_357,
-    "call": 18_142,
+    "call": 18_169,
     "checkpoint": 13_429,
     "cli": 4_614,
     "cluster": 5_691,
