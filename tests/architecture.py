@@ -105,8 +105,10 @@ MAX_NESTING = 3
 ROOMS: Mapping[str, int] = {
     "": 6_197,
     "agreement": 13_954,
-    "backends": 19_558,
+    "backends": 7_543,
+    "backends/auto": 4_154,
     "backends/balanced": 14_117,
+    "backends/fsdp": 8_019,
     "block": 5_357,
     "call": 18_169,
     "checkpoint": 13_429,
@@ -320,9 +322,11 @@ def sizes(sources: Sources) -> list[str]:
 
 
 def room_of(path: str) -> str:
-    """Return the room of a file: its folder in the package; balanced is a room of its own."""
+    """Return the room of a file: its folder in the package; a folder of the back ends is a room of its own."""
     parts = path.split("/")[1:-1]
-    return "/".join(parts[:2]) if parts[:2] == ["backends", "balanced"] else parts[0] if parts else ""
+    if len(parts) > 1 and parts[0] == "backends":
+        return "/".join(parts[:2])
+    return parts[0] if parts else ""
 
 
 def code_tokens(text: str) -> int:

@@ -17,25 +17,35 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from typing_extensions import override
 
 from parallelize.agreement.fingerprint import differences, digest, fingerprint
-from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, place, refuse_unbroadcastable
+from parallelize.backends.broadcast import (
+    RegisteredBuffers,
+    broadcast_from_rank_0,
+    place,
+    refuse_unbroadcastable,
+)
 from parallelize.backends.fsdp import full_tensors
+from parallelize.backends.fsdp.meshes import meshes_of
 from parallelize.backends.fsdp.optimizers import Steps
+from parallelize.backends.fsdp.restore import make_plain, restore
+from parallelize.backends.fsdp.units import refuse_gradients, units_of
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, SyncError
 from parallelize.gradients import differentiable
-from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.plugins.base import Engine, Inner, Reduction
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.run.context import current
-from parallelize.run.groups import GroupPurpose, separate_group, subgroup_of_this_rank
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.foreach import allow_in_lists
 from parallelize.torch_patches.module_tensors import (
@@ -49,15 +59,16 @@ from parallelize.torch_patches.transforms import is_differentiating_forward, is_
 if TYPE_CHECKING:
     from parallelize.backends.fsdp.plugin import FSDPBackend
 
-__all__ = ["FSDPEngine", "units_of"]
+__all__ = ["FSDPEngine"]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _NO_TANGENTS = "A custom Function's forward is returning a view"
 _WHY_NOT_TRANSFORMED = (
     "fsdp reduces gradients by hooks on what blocks take and return, which a transform (vmap, grad, jvp, ...) or a "
     "tangent does not pass on"
 )
-_INSTEAD_OF_TRANSFORMS = "compute the derivative with torch.autograd.grad(..., create_graph=True), or use backend='ddp'"
+_INSTEAD_OF_TRANSFORMS = (
+    "compute the derivative with torch.autograd.grad(..., create_graph=True), or use backend='ddp'"
+)
 
 
 class FSDPEngine(Engine):
@@ -74,15 +85,23 @@ class FSDPEngine(Engine):
     keeps_parameters = False
 
     def __init__(
-        self, options: FSDPBackend, inner: Inner, *, world: World, device: torch.device, restore: bool
+        self,
+        options: FSDPBackend,
+        inner: Inner,
+        *,
+        world: World,
+        device: torch.device,
+        restore: bool,
     ) -> None:
         model = inner.model
         self._options, self._inner, self._restore = options, inner, restore
         units = units_of(model, options.blocks)
-        _refuse_gradients(model, units)
+        refuse_gradients(model, units)
         refuse_unbroadcastable(model, accepts_expanded=True)
         first = next(all_parameters(model))
-        self._home = device if first.is_meta else first.device  # where full parameters go at the end
+        self._home = (
+            device if first.is_meta else first.device
+        )  # where full parameters go at the end
         # One entry per name of a parameter: tied parameters have several.
         self._registrations = [
             (module, name, each)
@@ -94,7 +113,7 @@ class FSDPEngine(Engine):
         known = {id(each): set(each) for each in _dictionaries(model)}
         self._originals: dict[Any, Any] = {}  # fully_shard's record of a parameter -> the original
         self._groups: list[Any] = []  # of records, the root's last
-        self._mesh, rows_mesh = _meshes(options, world, device)
+        self._mesh, rows_mesh = meshes_of(options, world, device)
         self._registry = current().sharded_tensors
         self._registry.open_engines += 1
         allow_in_lists(full_tensors.ShardedTensor, full_tensors.ShardedParameter)
@@ -104,35 +123,55 @@ class FSDPEngine(Engine):
             for key in each.keys() - known.get(id(each), each.keys()):
                 if isinstance(key, int):
                     self._hooks_of_units.append((each, key))
-                    each[key] = _UnitHook(each[key]) if callable(each[key]) else True  # a flag of a hook
+                    each[key] = (
+                        _UnitHook(each[key]) if callable(each[key]) else True
+                    )  # a flag of a hook
                 elif key.startswith("_"):  # a mark for torch's compiler
                     del each[key]
         self.local = self.module = self._run
-        self._how = inner.buffer_source if options.broadcast_buffers and [*all_buffers(model)] else None
+        self._how = (
+            inner.buffer_source if options.broadcast_buffers and [*all_buffers(model)] else None
+        )
         self._buffers, self._output = RegisteredBuffers(model), None
         inner.register_forward_hook(self._flatten, prepend=True)
         self._writes, self._has_trained, self._is_kept = -1, True, False
-        self._has_transformed = False  # whether a forward since the latest step was one of torch.func's
+        self._has_transformed = (
+            False  # whether a forward since the latest step was one of torch.func's
+        )
         self._steps = Steps(self._refuse_lost_gradients)
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(subscribed(Order.BEGIN, full_tensors.refuse_inputs))
         if options.full_state_dict:
             gather = functools.partial(_gather, self._home)
             self._hooks.callback(model.register_state_dict_post_hook(gather).remove)  # type: ignore[no-untyped-call]  # torch's
-        scalars = {name.replace(".", "_"): each for each, name in self._names.items() if not each.ndim}
+        scalars = {
+            name.replace(".", "_"): each for each, name in self._names.items() if not each.ndim
+        }
         if scalars:
             self.reduction, self.replicas = Reduction(), nn.ParameterDict(scalars)
 
-    def _shard(self, modules: Sequence[nn.Module], rows_mesh: DeviceMesh, device: torch.device) -> None:
+    def _shard(
+        self, modules: Sequence[nn.Module], rows_mesh: DeviceMesh, device: torch.device
+    ) -> None:
         """Move each unit to the device, with rank 0's values, and keep this rank's shards of it."""
         options, inner = self._options, self._inner
         policy, fp32_policy = _policies(options, inner)
-        fp32 = [each for each in inner.modules() if fp32_policy and isinstance(each, inner.session.fp32_modules)]
-        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+        fp32 = [
+            each
+            for each in inner.modules()
+            if fp32_policy and isinstance(each, inner.session.fp32_modules)
+        ]
+        offload = (
+            CPUOffloadPolicy(pin_memory=device.type != "cpu")
+            if options.cpu_offload
+            else OffloadPolicy()
+        )
         done = set[torch.Tensor]()
         for module in dict.fromkeys([*fp32, *modules]):
             place(module, device)
-            own = [each for each in (*all_parameters(module), *all_buffers(module)) if each not in done]
+            own = [
+                each for each in (*all_parameters(module), *all_buffers(module)) if each not in done
+            ]
             # fully_shard refuses parameters that are not contiguous: transposed ones, those in channels_last.
             for parameter in own:
                 if isinstance(parameter, nn.Parameter) and not parameter.is_contiguous():
@@ -147,7 +186,9 @@ class FSDPEngine(Engine):
                     mp_policy=fp32_policy if module in fp32 else policy,
                     offload_policy=offload,
                     # A parameter of another unit gathers itself where this one uses it.
-                    ignored_params={each for each in all_parameters(module) if each in done or not each.ndim},
+                    ignored_params={
+                        each for each in all_parameters(module) if each in done or not each.ndim
+                    },
                 )
             state = fully_shard.state(module)  # type: ignore[attr-defined]  # see torch's comment on fully_shard
             module.__class__ = kind
@@ -155,7 +196,9 @@ class FSDPEngine(Engine):
             group = state._fsdp_param_group
             if group is not None:
                 self._groups.append(group)
-                originals = {each._parameters[name]: original for each, name, original in self._registrations}
+                originals = {
+                    each._parameters[name]: original for each, name, original in self._registrations
+                }
                 for each in group.fsdp_params:
                     self._stand_in(each, originals[each.sharded_param], rows_mesh)
             if module is inner:
@@ -189,21 +232,33 @@ class FSDPEngine(Engine):
         self._has_transformed |= is_in_transform() or is_differentiating_forward()
         try:
             # Not in inference mode: fully_shard reuses its buffers in training, where autograd saves them.
-            with torch.inference_mode(mode=False), torch.set_grad_enabled(is_trained), _naming_forward_ad():
+            with (
+                torch.inference_mode(mode=False),
+                torch.set_grad_enabled(is_trained),
+                _naming_forward_ad(),
+            ):
                 hooked = iter(self._inner(*args, **kwargs))
             for record, original in self._originals.items():
-                gathered = getattr(record, "unsharded_param", None)  # None: of a unit that no forward has used
+                gathered = getattr(
+                    record, "unsharded_param", None
+                )  # None: of a unit that no forward has used
                 if gathered is None:
                     continue
                 # `.data =` gives it other memory
-                if gathered._version or gathered.data_ptr() != record.all_gather_outputs[0].data_ptr():
+                if (
+                    gathered._version
+                    or gathered.data_ptr() != record.all_gather_outputs[0].data_ptr()
+                ):
                     raise SyncError(
                         f"forward has written to {self._names[original]}",
                         why="under fsdp it computes with gathered copies, which are freed",
                         fix="update parameters, such as those of a momentum encoder, outside of forward, or use ddp",
                     )
         finally:
-            for record, original in self._originals.items():  # the root has left gathered ones registered
+            for (
+                record,
+                original,
+            ) in self._originals.items():  # the root has left gathered ones registered
                 record._setattr_on_modules(original)
                 hooks = original.shard._backward_hooks
                 if len(hooks) > 1 and hasattr(record, "unsharded_param"):  # hooks of the user's
@@ -219,7 +274,9 @@ class FSDPEngine(Engine):
         A hook of a view would be lost when the user changes the view in place, such as `logits /= temperature`.
         """
         self._output = output
-        return [each if getattr(each, "_base", None) is None else each._base for each in leaves(output)]
+        return [
+            each if getattr(each, "_base", None) is None else each._base for each in leaves(output)
+        ]
 
     def _free(self, free: Callable[[], None]) -> None:
         """Free a gathered parameter, unless a backward had create_graph=True: its own backward reads it."""
@@ -249,7 +306,10 @@ class FSDPEngine(Engine):
                 each._setattr_on_modules(each.unsharded_param)
 
     def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        lost = [getattr(getattr(each, "unsharded_param", None), "grad", None) for each in self._originals]
+        lost = [
+            getattr(getattr(each, "unsharded_param", None), "grad", None)
+            for each in self._originals
+        ]
         if any(each is not None for each in lost) and self._has_transformed:
             what = f"torch.func or forward AD: gradients are not in the parameters of {type(optimizer).__name__}"
             raise SyncError(what, why=_WHY_NOT_TRANSFORMED, fix=_INSTEAD_OF_TRANSFORMS)
@@ -284,8 +344,8 @@ class FSDPEngine(Engine):
         self._hooks.close()
         originals = list(self._originals.values())
         for each in originals:
-            full_tensors.make_plain(each, self._home)
-        full_tensors.restore(self._registry, self._home)
+            make_plain(each, self._home)
+        restore(self._registry, self._home)
         if self._options.broadcast_buffers:
             self._buffers.broadcast()
         if self._mesh.ndim > 1 and any(differences([fingerprint(originals)])):
@@ -331,7 +391,9 @@ def _refuse_backward(*_: Any) -> None:
     )
 
 
-def _gather(home: torch.device, _module: nn.Module, values: dict[str, Any], _prefix: str, _metadata: Any) -> None:
+def _gather(
+    home: torch.device, _module: nn.Module, values: dict[str, Any], _prefix: str, _metadata: Any
+) -> None:
     """Replace the shards in a state dict by full tensors."""
     for key, value in values.items():
         if isinstance(value, full_tensors.ShardedTensor) and not value.registry.keeps_shards:
@@ -341,105 +403,19 @@ def _gather(home: torch.device, _module: nn.Module, values: dict[str, Any], _pre
 def _dictionaries(model: nn.Module) -> list[dict[Any, Any]]:
     """Return the attributes of a model's modules, and those of them that hold hooks."""
     attributes = [vars(each) for each in model.modules()]
-    return [*attributes, *(each for owner in attributes for each in owner.values() if isinstance(each, OrderedDict))]
-
-
-def units_of(model: nn.Module, blocks: Any) -> list[nn.Module]:
-    """Return the submodules that `FSDPBackend.blocks` selects for fully_shard, inner ones first."""
-    submodules = list(model.modules())[:0:-1]
-    if blocks is None:
-        chosen = list(dict.fromkeys(_members(model)))
-    elif isinstance(blocks, int):
-        sizes = {module: sum(each.numel() for each in all_parameters(module)) for module in submodules}
-        chosen = [each for each in submodules if sizes[each] >= blocks and not isinstance(each, _CONTAINERS)]
-    else:
-        chosen = [each for each in submodules if isinstance(each, tuple(blocks))]
-        if not chosen:
-            raise ConfigError(
-                f"FSDPBackend(blocks={[each.__name__ for each in blocks]!r})",
-                why=f"no submodule of {type(model).__name__} has one of these classes",
-                fix="pass the classes of its repeated blocks, or leave blocks=None",
-            )
-    return chosen
-
-
-def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of lists of modules, and those with parts of other containers, that are in no other member."""
-    for child in module.children():
-        is_whole = isinstance(module, nn.ModuleList) or (_is_container(module) and any(child.children()))
-        yield from [child] if is_whole and not _is_container(child) else _members(child)
-
-
-def _is_container(module: nn.Module) -> bool:
-    has_blocks = type(module) is nn.Sequential and any(any(each.children()) for each in module)
-    return has_blocks or isinstance(module, _CONTAINERS)
-
-
-def _refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Refuse gradients that fully_shard cannot reduce: sparse ones, and several dtypes in a unit."""
-    for name, module in model.named_modules():
-        if has_sparse_gradient(module) and module.weight.requires_grad:
-            raise ConfigError(
-                f"{name or type(model).__name__} has sparse=True under fsdp",
-                why="fully_shard reduces dense gradients only",
-                fix="use sparse=False, freeze it, or use backend='ddp'",
-            )
-    known = set[torch.Tensor]()
-    for unit in (*units, model):
-        dtypes = {each.dtype for each in all_parameters(unit) if each.requires_grad and each not in known}
-        known.update(all_parameters(unit))
-        if len(dtypes) > 1:
-            raise ConfigError(
-                f"trained parameters of {type(unit).__name__} are of {' and '.join(sorted(map(str, dtypes)))}",
-                why="fully_shard reduces the gradients of a block as one tensor",
-                fix="use the same dtype (complex as torch.view_as_real), choose FSDPBackend(blocks=[...]) "
-                "so that they are in different blocks, or use backend='ddp'",
-            )
-
-
-def _meshes(options: FSDPBackend, world: World, device: torch.device) -> list[DeviceMesh]:
-    """Return the meshes of fully_shard and of what the user's code sends, which has a group of its own."""
-    size = options.ranks_per_copy(world)
-    # Offloaded rows are on the CPU, where DTensor's own methods send them, such as `full_tensor()`.
-    purpose = GroupPurpose.OFFLOADED_ROWS if options.cpu_offload else GroupPurpose.ROWS
-    # In the names, so that meshes with other groups are not equal.
-    suffix = " offloaded" if options.cpu_offload else ""
-    if size == world.world_size:
-        groups = {"shard": dist.group.WORLD, f"rows{suffix}": separate_group(world, device, purpose)}
-        return [DeviceMesh.from_group(each, device.type, mesh_dim_names=(name,)) for name, each in groups.items()]
-    # (copies, ranks of a copy)
-    ranks = torch.arange(world.world_size).view(-1, size)
-    mesh = _mesh_of_ranks(world, device, purpose, ranks, names=(f"replicate{suffix}", f"shard{suffix}"))
-    return [mesh, mesh]
-
-
-def _mesh_of_ranks(
-    world: World, device: torch.device, purpose: GroupPurpose, ranks: torch.Tensor, *, names: tuple[str, str]
-) -> DeviceMesh:
-    """Return the mesh of a matrix of ranks, whose columns and rows have groups for a purpose.
-
-    Meshes of equal ranks have the same groups: DTensor's caches treat equal meshes as one.
-
-    `init_device_mesh` would split a default group that is bound to a device, and hand NCCL's options to its gloo half,
-    too (`_init_one_process_group` in torch's device_mesh.py), which gloo refuses or leaves out with a warning.
-
-    Args:
-        world: the ranks.
-        device: the device of this process.
-        purpose: of the groups.
-        ranks: each rank of the world, once.
-        names: of the groups of columns, and of those of rows.
-    """
-    column = subgroup_of_this_rank(world, device, purpose, ranks.T.tolist(), name=names[0])
-    row = subgroup_of_this_rank(world, device, purpose, ranks.tolist(), name=names[1])
-    return DeviceMesh.from_group([column, row], device.type, ranks, mesh_dim_names=names)
+    return [
+        *attributes,
+        *(each for owner in attributes for each in owner.values() if isinstance(each, OrderedDict)),
+    ]
 
 
 def _policies(options: FSDPBackend, inner: Inner) -> tuple[Any, Any]:
     """Return the mixed precision policy, and the policy of modules that stay in fp32 (None: no such modules)."""
     session = inner.session
     if options.mixed_precision is not None or session.weights_dtype is None:
-        return options.mixed_precision or MixedPrecisionPolicy(reduce_dtype=session.communication_dtype), None
+        return options.mixed_precision or MixedPrecisionPolicy(
+            reduce_dtype=session.communication_dtype
+        ), None
     # Autocast casts inputs per operation. fully_shard would cast all inputs, even integers stored as floats.
     reduce_dtype = session.communication_dtype or torch.float32
     policy = MixedPrecisionPolicy(

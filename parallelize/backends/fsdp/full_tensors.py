@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import re
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,7 +29,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
-from parallelize.agreement.fingerprint import differences, digest
 from parallelize.errors import SyncError
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.run.sharded_tensors import ShardedTensors
@@ -44,10 +41,8 @@ __all__ = [
     "full_tensor",
     "gathered_view",
     "keeping_shards",
-    "make_plain",
     "refuse_inputs",
     "registry_of",
-    "restore",
     "shard_like",
     "stand_for",
     "stand_in",
@@ -58,7 +53,9 @@ class _Full:
     """What is called as a full tensor."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return _call(func, args, kwargs or {})
 
@@ -138,7 +135,9 @@ def _redistributed(placements: Any, gradient: Any) -> Any:
 def dtensor_of(rows: torch.Tensor, like: Any, mesh: Any = None) -> Any:
     """Return the DTensor of this rank's rows of a tensor like another one."""
     mesh = mesh or like.device_mesh
-    moved = DTensor.from_local(rows, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    moved = DTensor.from_local(
+        rows, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
     # Offloaded rows are on another device than the mesh.
     return DTensor(rows, moved._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
 
@@ -172,7 +171,9 @@ def registry_of(tensor: Any) -> ShardedTensors:
 @contextlib.contextmanager
 def keeping_shards(model: nn.Module) -> Iterator[None]:
     """Let state dicts of a model have its shards in the context, in place of full tensors."""
-    registries = {parameter.registry for parameter in model.parameters() if isinstance(parameter, _Sharded)}
+    registries = {
+        parameter.registry for parameter in model.parameters() if isinstance(parameter, _Sharded)
+    }
     for registry in registries:
         registry.keeps_shards = True
     try:
@@ -180,31 +181,6 @@ def keeping_shards(model: nn.Module) -> Iterator[None]:
     finally:
         for registry in registries:
             registry.keeps_shards = False
-
-
-def make_plain(tensor: Any, home: torch.device) -> None:
-    """Turn a sharded tensor into a plain one on a device."""
-    tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
-    shard = tensor.__dict__.pop("shard")
-    del tensor.__dict__["registry"]
-    tensor.data = full_tensor(shard).to(home)
-    tensor.requires_grad_(shard.requires_grad and shard.is_leaf)
-    if shard.is_leaf and shard.grad is not None:
-        tensor.grad = full_tensor(shard.grad).to(home)
-
-
-def restore(registry: ShardedTensors, home: torch.device) -> None:
-    """Turn the sharded tensors that are alive into plain ones, if the ranks have the same ones and no block is open."""
-    if registry.open_engines:
-        return
-    for _ in range(3):  # hang detection's thread may hold frames for the time of a look
-        gc.collect()  # cycles, which each rank frees at another time
-        found = [each for each in registry.alive() if isinstance(each, _Sharded)]
-        if not any(differences([digest(repr([(tuple(each.shard.shape), each.dtype) for each in found]))])):
-            for each in found:
-                make_plain(each, home)
-            return
-        time.sleep(0.1)
 
 
 class _Gathered:
@@ -255,14 +231,18 @@ def full_tensor(shard: Any) -> torch.Tensor:
 def shard_like(full: torch.Tensor, like: Any, *, source: int | None = None) -> Any:
     """Return the shards of a full tensor; `source`: the rank whose values count; None: all have the same."""
     mesh = like.device_mesh
-    rows: Any = distribute_tensor(full.detach().to(mesh.device_type), mesh, like.placements, src_data_rank=source)
+    rows: Any = distribute_tensor(
+        full.detach().to(mesh.device_type), mesh, like.placements, src_data_rank=source
+    )
     return rows.to(like.device)
 
 
 def _gathered(shard: Any) -> torch.Tensor:
     """Gather a shard, or a partial sum, differentiably: backward averages the gradients of the ranks."""
     mesh = shard.device_mesh
-    full: torch.Tensor = shard.to(mesh.device_type).full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    full: torch.Tensor = shard.to(mesh.device_type).full_tensor(
+        grad_placements=[Partial()] * mesh.ndim
+    )
     if full.requires_grad:
         full.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]  # torch does not say
     return full
@@ -278,7 +258,11 @@ _BY_ELEMENT = re.compile(
     "cpu|cuda|contiguous|_foreach_copy_|_foreach_zero_|_foreach_norm|_amp_foreach_non_finite_check_and_unscale_"
 )
 _VIEWS = frozenset(["T", "mT", "H", "mH", "real", "imag"])  # attributes
-_OF_ALL = {"sum": ((),), "norm": ((), (2,)), "linalg_vector_norm": ((), (2,))}  # name -> other arguments
+_OF_ALL = {
+    "sum": ((),),
+    "norm": ((), (2,)),
+    "linalg_vector_norm": ((), (2,)),
+}  # name -> other arguments
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -287,7 +271,11 @@ def _call(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
         shard, registry = target.shard, target.registry
         if name == "__get__" and func.__self__.__name__ not in _VIEWS:
             value = stand_for(func(shard), registry)
-            return shard.__dict__.setdefault("alias", value) if func.__self__.__name__ == "data" else value
+            return (
+                shard.__dict__.setdefault("alias", value)
+                if func.__self__.__name__ == "data"
+                else value
+            )
         if name == "__set__":
             return _set(func, target, args[1])
         if _FACTS.fullmatch(name):
@@ -298,9 +286,16 @@ def _call(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
             return target
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             hook = args[1]
-            if getattr(hook, "__module__", "") == torch.autograd.graph.__name__:  # it waits for nodes of these tensors
+            if (
+                getattr(hook, "__module__", "") == torch.autograd.graph.__name__
+            ):  # it waits for nodes of these tensors
                 raise _gradients_error("register_multi_grad_hook of")
-            return func(shard, lambda each: _shard_of(hook(target if each is shard else stand_for(each, registry))))
+            return func(
+                shard,
+                lambda each: _shard_of(
+                    hook(target if each is shard else stand_for(each, registry))
+                ),
+            )
     if name == "__deepcopy__":
         return _call(torch.clone, args[:1], {})
     if func is torch.autograd.grad:
@@ -356,7 +351,9 @@ def _is_by_element(name: str) -> bool:
     """Whether the operator that a function of this name runs keeps elements apart, and draws no random numbers."""
     base = re.sub("^__[ri]?(true)?|__$|.*foreach_|^(max|min|where)$", "", name)  # __rtruediv__: div
     packet = getattr(torch.ops.aten, base, None)
-    tags = {tag for each in (packet.overloads() if packet else ()) for tag in getattr(packet, each).tags}
+    tags = {
+        tag for each in (packet.overloads() if packet else ()) for tag in getattr(packet, each).tags
+    }
     return bool(_BY_ELEMENT.fullmatch(name)) or (
         torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     )
@@ -392,7 +389,9 @@ def _on_shards(func: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
     if name == "_foreach_norm":
         return _norms(result)
     # Operands may be of several runs: of a model that an earlier one has left sharded, and of one that is trained now.
-    registries = {each.registry: None for each in leaves((args, kwargs)) if isinstance(each, _Sharded)}
+    registries = {
+        each.registry: None for each in leaves((args, kwargs)) if isinstance(each, _Sharded)
+    }
     if result is None or result is given[0][0]:
         for registry in registries:
             registry.writes += 1
@@ -403,14 +402,18 @@ def _on_shards(func: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
 def _norms(norms: Sequence[Any]) -> list[torch.Tensor]:
     """Return the norms of full tensors from partial ones, by one collective."""
     local, like = torch.stack([each._local_tensor for each in norms]), norms[0]
-    return list(DTensor.from_local(local, like.device_mesh, like.placements, run_check=False).full_tensor())
+    return list(
+        DTensor.from_local(local, like.device_mesh, like.placements, run_check=False).full_tensor()
+    )
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Run a function of lists for each of their members."""
     found: list[Any] = []
     for index in range(len(args[0])):
-        one = [each[index : index + 1] if isinstance(each, (list, tuple)) else each for each in args]
+        one = [
+            each[index : index + 1] if isinstance(each, (list, tuple)) else each for each in args
+        ]
         found += _call(func, one, kwargs) or ()
     return found or None
 

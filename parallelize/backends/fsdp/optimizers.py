@@ -27,7 +27,9 @@ from parallelize.torch_patches.step import BeforeStep, before_step, parameters_o
 
 __all__ = ["Steps"]
 
-_BY_ELEMENT = re.compile(r"torch\.optim\.(sgd|adam|adamw|adagrad|rmsprop|rprop|nadam|radam|adamax|asgd|adadelta)")
+_BY_ELEMENT = re.compile(
+    r"torch\.optim\.(sgd|adam|adamw|adagrad|rmsprop|rprop|nadam|radam|adamax|asgd|adadelta)"
+)
 
 
 class Steps:
@@ -40,7 +42,10 @@ class Steps:
     def __init__(self, check: Callable[[torch.optim.Optimizer], None]) -> None:
         self._check = check
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._open: Any = None, ()  # the optimizer whose step runs on rows, and its sharded parameters
+        self._open: Any = (
+            None,
+            (),
+        )  # the optimizer whose step runs on rows, and its sharded parameters
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(before_step(BeforeStep.PLACE, self._before))
         self.close = self._hooks.close
@@ -85,7 +90,11 @@ class Steps:
             each.__class__ = ShardedParameter
             known = optimizer.state.get(each, {})
             for key, value in known.items():
-                if type(value) is torch.Tensor and value.ndim and value.shape == each.shard._local_tensor.shape:
+                if (
+                    type(value) is torch.Tensor
+                    and value.ndim
+                    and value.shape == each.shard._local_tensor.shape
+                ):
                     known[key] = value if "shard" in value.__dict__ else _standing(value, each)
                     known[key].__class__ = ShardedTensor
 

@@ -89,7 +89,9 @@ class FSDPBackend(Backend):
         "reshard_after_forward": _reshard,
         "shard_over": either(choice("world", "node"), count(2)),
         "cpu_offload": flag,
-        "mixed_precision": instance_of(_policy_class, "use torch.distributed.fsdp.MixedPrecisionPolicy(...)"),
+        "mixed_precision": instance_of(
+            _policy_class, "use torch.distributed.fsdp.MixedPrecisionPolicy(...)"
+        ),
         "full_state_dict": flag,
         "broadcast_buffers": flag,
     }
@@ -121,7 +123,7 @@ class FSDPBackend(Backend):
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Return the submodules whose parameters are gathered together, inner ones first."""
-        from parallelize.backends.fsdp.engine import units_of
+        from parallelize.backends.fsdp.units import units_of
 
         return units_of(model, self.blocks)
 
