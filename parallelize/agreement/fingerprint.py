@@ -128,7 +128,7 @@ def differences(tensors: Sequence[torch.Tensor]) -> list[Difference]:
     if not tensors:
         return []
     # Both tables have the shape (ranks, tensors).
-    fingerprints = _gathered(_fingerprints_on_host(tensors))
+    fingerprints = rows_of_ranks(_fingerprints_on_host(tensors))
     is_different = fingerprints != fingerprints[0]
     indices = is_different.any(0).nonzero().flatten()
     differing = []
@@ -152,7 +152,7 @@ def _fingerprints_on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([number.to(device) for number in fingerprints]).cpu()
 
 
-def _gathered(row: torch.Tensor) -> torch.Tensor:
+def rows_of_ranks(row: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks, of shape (ranks, length of a row); a collective.
 
     Args:
