@@ -39,8 +39,6 @@ from parallelize.backends.fsdp import full_tensors
 from parallelize.backends.fsdp.meshes import meshes_of
 from parallelize.backends.fsdp.optimizers import Steps
 from parallelize.backends.fsdp.restore import make_plain, restore
-from parallelize.backends.fsdp.unit_backward import BackwardOrder
-from parallelize.backends.fsdp.unit_order import ForwardKind, ForwardOrder, Unit, units_in_order
 from parallelize.backends.fsdp.units import refuse_gradients, units_of
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, SyncError
@@ -115,7 +113,6 @@ class FSDPEngine(Engine):
         known = {id(each): set(each) for each in _dictionaries(model)}
         self._originals: dict[Any, Any] = {}  # fully_shard's record of a parameter -> the original
         self._groups: list[Any] = []  # of records, the root's last
-        self._states: dict[nn.Module, Any] = {}  # fully_shard's, of each unit, the root's last
         self._mesh, rows_mesh = meshes_of(options, world, device)
         self._registry = current().sharded_tensors
         self._registry.open_engines += 1
@@ -131,7 +128,6 @@ class FSDPEngine(Engine):
                     )  # a flag of a hook
                 elif key.startswith("_"):  # a mark for torch's compiler
                     del each[key]
-        self._set_order()
         self.local = self.module = self._run
         self._how = (
             inner.buffer_source if options.broadcast_buffers and [*all_buffers(model)] else None
@@ -145,7 +141,6 @@ class FSDPEngine(Engine):
         self._steps = Steps(self._refuse_lost_gradients)
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(subscribed(Order.BEGIN, full_tensors.refuse_inputs))
-        self._hooks.enter_context(subscribed(Order.REDUCE, self._backward_order.around_pass))
         if options.full_state_dict:
             gather = functools.partial(_gather, self._home)
             self._hooks.callback(model.register_state_dict_post_hook(gather).remove)  # type: ignore[no-untyped-call]  # torch's
@@ -197,7 +192,6 @@ class FSDPEngine(Engine):
                 )
             state = fully_shard.state(module)  # type: ignore[attr-defined]  # see torch's comment on fully_shard
             module.__class__ = kind
-            self._states[module] = state
             done.update(own)
             group = state._fsdp_param_group
             if group is not None:
@@ -209,17 +203,6 @@ class FSDPEngine(Engine):
                     self._stand_in(each, originals[each.sharded_param], rows_mesh)
             if module is inner:
                 state._lazy_init()
-
-    def _set_order(self) -> None:
-        """Let all ranks gather and reduce the same units, whichever of them a rank uses."""
-        states = dict(self._states)
-        root_state = states.pop(self._inner)
-        units = units_in_order(self._inner.model, states)
-        root = None
-        if root_state._fsdp_param_group is not None:
-            root = Unit(len(units), "the model", self._inner, root_state._fsdp_param_group)
-        self._backward_order = BackwardOrder(units, root, list(self._states.values()))
-        self._forward_order = ForwardOrder(units, self._backward_order.gather_for_recomputation)
 
     def _stand_in(self, record: Any, original: Any, mesh: DeviceMesh) -> None:
         """Let the user's parameter, which stands for the shard, be registered in place of the shard."""
@@ -241,7 +224,6 @@ class FSDPEngine(Engine):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, which all-gathers parameters from all ranks."""
-        self._backward_order.settle()
         is_trained = torch.is_grad_enabled()
         how = self._how if is_trained and self._inner.model.training else None
         if how == "rank0":
@@ -254,7 +236,6 @@ class FSDPEngine(Engine):
                 torch.inference_mode(mode=False),
                 torch.set_grad_enabled(is_trained),
                 _naming_forward_ad(),
-                self._forward_order.running(ForwardKind(self._inner.method, is_trained)),
             ):
                 hooked = iter(self._inner(*args, **kwargs))
             for record, original in self._originals.items():
@@ -293,13 +274,9 @@ class FSDPEngine(Engine):
         A hook of a view would be lost when the user changes the view in place, such as `logits /= temperature`.
         """
         self._output = output
-        hooked = [
+        return [
             each if getattr(each, "_base", None) is None else each._base for each in leaves(output)
         ]
-        forward = self._forward_order.forward
-        if forward is not None and torch.is_grad_enabled():
-            self._backward_order.hook_outputs(forward, hooked)
-        return hooked
 
     def _free(self, free: Callable[[], None]) -> None:
         """Free a gathered parameter, unless a backward had create_graph=True: its own backward reads it."""
@@ -325,11 +302,10 @@ class FSDPEngine(Engine):
                 self._is_kept = False
                 group.reshard()
                 group.lazy_init()  # which parameters are trained may have changed
-            for each in group.fsdp_params if group.is_unsharded else ():
+            for each in group.fsdp_params if group.is_unsharded and not is_trained else ():
                 each._setattr_on_modules(each.unsharded_param)
 
     def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        self._backward_order.settle()
         lost = [
             getattr(getattr(each, "unsharded_param", None), "grad", None)
             for each in self._originals
@@ -348,7 +324,6 @@ class FSDPEngine(Engine):
 
     @override
     def close(self, *, failed: bool) -> None:
-        self._backward_order.close(failed=failed)
         self._registry.open_engines -= 1
         self._steps.end()
         for record, original in self._originals.items():
