@@ -235,7 +235,7 @@ OF_TORCH = (
     ),
     Change(
         what="methods of fully_shard's record of a parameter",
-        where="backends/fsdp/engine.py",
+        where="backends/fsdp/stand_in.py",
         names=(),
         why="fsdp: the user's Parameter is not the one that the module has; the record is the engine's own",
         lasts="a block",
@@ -243,7 +243,7 @@ OF_TORCH = (
     ),
     Change(
         what="hooks and marks of fully_shard on the user's modules",
-        where="backends/fsdp/engine.py",
+        where="backends/fsdp/stand_in.py",
         names=("module.__class__", "torch.distributed._composable_state._module_state_mapping"),
         why="fsdp: a second block of the model is refused",
         lasts="a block",

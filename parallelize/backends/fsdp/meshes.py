@@ -1,8 +1,22 @@
-"""The meshes of fully_shard, and of what the user's code gathers."""
+"""The meshes of ranks over which fully_shard shards, and the user's code gathers.
+
+    shard_over="world"    of_shards    ranks 0 1 2 3, in the default group
+                          of_rows      the same ranks, in a group of their own
+
+    shard_over=2          both         copies  ranks of a copy
+                                       0       0 1
+                                       1       2 3
+
+Glossary:
+
+    copy     all parameters once, sharded over the ranks of a row of the matrix
+    column   the ranks that hold the same rows of each copy, over which gradients are averaged
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,31 +28,55 @@ from parallelize.run.groups import GroupPurpose, separate_group, subgroup_of_thi
 if TYPE_CHECKING:
     from parallelize.backends.fsdp.plugin import FSDPBackend
 
-__all__ = ["meshes_of"]
+
+@dataclass(frozen=True)
+class Meshes:
+    """The ranks that shard the parameters of a model.
+
+    Args:
+        of_shards: fully_shard gathers and reduces over it.
+        of_rows: the user's code gathers over it. Its groups are others where the default group
+            would do for `of_shards`: the user's code, at any time, must not mix with what
+            fully_shard has in flight.
+    """
+
+    of_shards: DeviceMesh
+    of_rows: DeviceMesh
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether several ranks hold the same rows."""
+        return self.of_shards.ndim > 1
 
 
-def meshes_of(options: FSDPBackend, world: World, device: torch.device) -> list[DeviceMesh]:
-    """Return the meshes of fully_shard and of what the user's code sends, which has a group of its own."""
-    size = options.ranks_per_copy(world)
-    # Offloaded rows are on the CPU, where DTensor's own methods send them, such as `full_tensor()`.
-    purpose = GroupPurpose.OFFLOADED_ROWS if options.cpu_offload else GroupPurpose.ROWS
-    # In the names, so that meshes with other groups are not equal.
-    suffix = " offloaded" if options.cpu_offload else ""
-    if size == world.world_size:
-        groups = {
-            "shard": dist.group.WORLD,
-            f"rows{suffix}": separate_group(world, device, purpose),
-        }
-        return [
-            DeviceMesh.from_group(each, device.type, mesh_dim_names=(name,))
-            for name, each in groups.items()
-        ]
-    # (copies, ranks of a copy)
-    ranks = torch.arange(world.world_size).view(-1, size)
-    mesh = _mesh_of_ranks(
-        world, device, purpose, ranks, names=(f"replicate{suffix}", f"shard{suffix}")
-    )
-    return [mesh, mesh]
+def meshes_of(options: FSDPBackend, world: World, device: torch.device) -> Meshes:
+    """Return the meshes of a model; a collective.
+
+    Raises:
+        ConfigError: `shard_over` does not divide the ranks equally.
+    """
+    ranks_per_copy = options.ranks_per_copy(world)
+    purpose, suffix = GroupPurpose.ROWS, ""
+    if options.cpu_offload:
+        # Offloaded rows are on the CPU, where DTensor's own methods send them, such as
+        # `full_tensor()`. The names differ, so that meshes with other groups are not equal.
+        purpose, suffix = GroupPurpose.OFFLOADED_ROWS, " offloaded"
+    if ranks_per_copy == world.world_size:
+        rows_group = separate_group(world, device, purpose)
+        return Meshes(
+            of_shards=_mesh_of_group(dist.group.WORLD, device, name="shard"),
+            of_rows=_mesh_of_group(rows_group, device, name=f"rows{suffix}"),
+        )
+    # Shape: (copies, ranks of a copy).
+    ranks = torch.arange(world.world_size).view(-1, ranks_per_copy)
+    names = (f"replicate{suffix}", f"shard{suffix}")
+    mesh = _mesh_of_ranks(world, device, purpose, ranks, names=names)
+    return Meshes(of_shards=mesh, of_rows=mesh)
+
+
+def _mesh_of_group(group: Any, device: torch.device, *, name: str) -> DeviceMesh:
+    """Return the mesh of one dimension that has all ranks of a process group."""
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
 
 
 def _mesh_of_ranks(
@@ -53,14 +91,15 @@ def _mesh_of_ranks(
 
     Meshes of equal ranks have the same groups: DTensor's caches treat equal meshes as one.
 
-    `init_device_mesh` would split a default group that is bound to a device, and hand NCCL's options to its gloo half,
-    too (`_init_one_process_group` in torch's device_mesh.py), which gloo refuses or leaves out with a warning.
+    `init_device_mesh` would split a default group that is bound to a device, and hand NCCL's
+    options to its gloo half, too (`_init_one_process_group` in torch's device_mesh.py), which gloo
+    refuses or leaves out with a warning.
 
     Args:
         world: the ranks.
         device: the device of this process.
         purpose: of the groups.
-        ranks: each rank of the world, once.
+        ranks: each rank of the world, once; of shape (copies, ranks of a copy).
         names: of the groups of columns, and of those of rows.
     """
     column = subgroup_of_this_rank(world, device, purpose, ranks.T.tolist(), name=names[0])

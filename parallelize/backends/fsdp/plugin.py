@@ -19,8 +19,6 @@ from parallelize.plugins.options import Parse, choice, count, either, flag, inst
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["FSDPBackend"]
-
 
 def _block_classes(name: str, value: Any) -> tuple[type[nn.Module], ...] | int:
     """Parse classes of modules (one stands for a list of one), or a number of parameters."""

@@ -1,9 +1,17 @@
-"""The units of a model: the submodules whose parameters fully_shard gathers together."""
+"""The units of a model: the submodules whose parameters fully_shard gathers together.
+
+Transformer                    blocks=None selects the members of containers:
+├── embed       Linear
+├── layers      ModuleList     a container
+│   ├── 0       Block          a unit
+│   └── 1       Block          a unit
+└── head        Linear
+                               the parameters of `embed` and `head` are of the root
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,52 +20,76 @@ from parallelize.errors import ConfigError
 from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.torch_patches.module_tensors import all_parameters
 
-__all__ = ["refuse_gradients", "units_of"]
+Blocks = Sequence[type[nn.Module]] | int | None
+"""The option `blocks` of FSDPBackend: classes, the least number of parameters, or None."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def units_of(model: nn.Module, blocks: Any) -> list[nn.Module]:
-    """Return the submodules that `FSDPBackend.blocks` selects for fully_shard, inner ones first."""
-    submodules = list(model.modules())[:0:-1]
+def units_of(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """Return the submodules that `blocks` selects, inner ones first: fully_shard needs this order.
+
+    Raises:
+        ConfigError: no submodule has one of the classes.
+    """
     if blocks is None:
-        chosen = list(dict.fromkeys(_members(model)))
-    elif isinstance(blocks, int):
-        sizes = {
-            module: sum(each.numel() for each in all_parameters(module)) for module in submodules
-        }
-        chosen = [
-            each
-            for each in submodules
-            if sizes[each] >= blocks and not isinstance(each, _CONTAINERS)
-        ]
-    else:
-        chosen = [each for each in submodules if isinstance(each, tuple(blocks))]
-        if not chosen:
-            raise ConfigError(
-                f"FSDPBackend(blocks={[each.__name__ for each in blocks]!r})",
-                why=f"no submodule of {type(model).__name__} has one of these classes",
-                fix="pass the classes of its repeated blocks, or leave blocks=None",
-            )
-    return chosen
+        return list(dict.fromkeys(_members(model)))
+    # torch lists modules before their submodules, and the model itself first.
+    submodules = list(model.modules())[1:]
+    submodules.reverse()
+    if isinstance(blocks, int):
+        return [module for module in submodules if _is_large(module, blocks)]
+    units = [module for module in submodules if isinstance(module, tuple(blocks))]
+    if not units:
+        names = [block_class.__name__ for block_class in blocks]
+        raise ConfigError(
+            f"FSDPBackend(blocks={names!r})",
+            why=f"no submodule of {type(model).__name__} has one of these classes",
+            fix="pass the classes of its repeated blocks, or leave blocks=None",
+        )
+    return units
+
+
+def _is_large(module: nn.Module, least: int) -> bool:
+    """Whether a module has at least so many parameters, and is called itself.
+
+    A container is not called, only its members are: hooks of fully_shard on it would never run.
+    """
+    size = sum(parameter.numel() for parameter in all_parameters(module))
+    return size >= least and not isinstance(module, _CONTAINERS)
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of lists of modules, and those with parts of other containers, that are in no other member."""
+    """Yield the outermost members of containers.
+
+    All members of a ModuleList count. Members of other containers count if they have submodules: a
+    Sequential is more often a list of small layers than one of blocks.
+    """
     for child in module.children():
-        is_whole = isinstance(module, nn.ModuleList) or (
-            _is_container(module) and any(child.children())
-        )
-        yield from [child] if is_whole and not _is_container(child) else _members(child)
+        is_member = isinstance(module, nn.ModuleList)
+        if _is_container(module) and any(True for _ in child.children()):
+            is_member = True
+        if is_member and not _is_container(child):
+            yield child
+        else:
+            yield from _members(child)
 
 
 def _is_container(module: nn.Module) -> bool:
-    has_blocks = type(module) is nn.Sequential and any(any(each.children()) for each in module)
-    return has_blocks or isinstance(module, _CONTAINERS)
+    """Whether a module is a list or dictionary of modules, or a Sequential of blocks."""
+    if isinstance(module, _CONTAINERS):
+        return True
+    if type(module) is not nn.Sequential:
+        return False
+    return any(True for member in module for _ in member.children())
 
 
 def refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Refuse gradients that fully_shard cannot reduce: sparse ones, and several dtypes in a unit."""
+    """Refuse gradients that fully_shard cannot reduce.
+
+    Raises:
+        ConfigError: a gradient is sparse, or the gradients of a unit are of several dtypes.
+    """
     for name, module in model.named_modules():
         if has_sparse_gradient(module) and module.weight.requires_grad:
             raise ConfigError(
@@ -65,16 +97,19 @@ def refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 why="fully_shard reduces dense gradients only",
                 fix="use sparse=False, freeze it, or use backend='ddp'",
             )
-    known = set[torch.Tensor]()
+    of_inner_units: set[torch.Tensor] = set()
     for unit in (*units, model):
-        dtypes = {
-            each.dtype for each in all_parameters(unit) if each.requires_grad and each not in known
-        }
-        known.update(all_parameters(unit))
+        dtypes = set()
+        for parameter in all_parameters(unit):
+            if parameter.requires_grad and parameter not in of_inner_units:
+                dtypes.add(str(parameter.dtype))
+        of_inner_units.update(all_parameters(unit))
         if len(dtypes) > 1:
+            names = " and ".join(sorted(dtypes))
             raise ConfigError(
-                f"trained parameters of {type(unit).__name__} are of {' and '.join(sorted(map(str, dtypes)))}",
+                f"trained parameters of {type(unit).__name__} are of {names}",
                 why="fully_shard reduces the gradients of a block as one tensor",
-                fix="use the same dtype (complex as torch.view_as_real), choose FSDPBackend(blocks=[...]) "
-                "so that they are in different blocks, or use backend='ddp'",
+                fix="use the same dtype (complex as torch.view_as_real), choose "
+                "FSDPBackend(blocks=[...]) so that they are in different blocks, or use "
+                "backend='ddp'",
             )

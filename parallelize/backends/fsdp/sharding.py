@@ -1,0 +1,134 @@
+"""Application of fully_shard to a model at the entry of a block, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from parallelize.backends.broadcast import broadcast_from_rank_0, place
+from parallelize.backends.fsdp.meshes import Meshes
+from parallelize.backends.fsdp.stand_in import StandIn
+from parallelize.plugins.base import Inner
+from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
+
+if TYPE_CHECKING:
+    from parallelize.backends.fsdp.plugin import FSDPBackend
+
+
+@dataclass(frozen=True)
+class _Precisions:
+    """The dtypes in which FSDP2 gathers parameters and reduces gradients.
+
+    Args:
+        usual: the policy of most units.
+        fp32: the policy of modules whose weights stay in fp32; None: there are no such modules.
+    """
+
+    usual: MixedPrecisionPolicy
+    fp32: MixedPrecisionPolicy | None
+
+
+def shard(
+    stand_in: StandIn,
+    inner: Inner,
+    units: Sequence[nn.Module],
+    *,
+    options: FSDPBackend,
+    meshes: Meshes,
+    device: torch.device,
+) -> None:
+    """Move each unit to the device, with rank 0's values, and keep this rank's rows.
+
+    It is a collective. One unit after the other, so that at no time the whole model is on the device.
+
+    Args:
+        stand_in: gets the units.
+        inner: the root, whose unit has the parameters outside of all other units.
+        units: submodules of the model, inner ones first.
+        options: options of the backend.
+        meshes: the ranks that shard.
+        device: device on which the model computes.
+    """
+    precisions = _precisions(options, inner)
+    modules_in_fp32: list[nn.Module] = []
+    if precisions.fp32 is not None:
+        classes = inner.session.fp32_modules
+        modules_in_fp32 = [module for module in inner.modules() if isinstance(module, classes)]
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    sharded: set[torch.Tensor] = set()
+    # A module that stays in fp32 is a unit of its own, inside others.
+    for module in dict.fromkeys([*modules_in_fp32, *units, inner]):
+        place(module, device)
+        tensors = _give_values_of_rank_0(module, sharded)
+        arguments: dict[str, Any] = {
+            "mesh": meshes.of_shards,
+            "reshard_after_forward": options.reshard_after_forward,
+            "mp_policy": precisions.usual,
+            "offload_policy": offload,
+            "ignored_params": _parameters_of_other_units(module, sharded),
+        }
+        if module in modules_in_fp32:
+            arguments["mp_policy"] = precisions.fp32
+        stand_in.shard(module, meshes.of_rows, arguments)
+        sharded.update(tensors)
+    stand_in.complete()
+
+
+def _give_values_of_rank_0(module: nn.Module, sharded: set[torch.Tensor]) -> list[torch.Tensor]:
+    """Overwrite the tensors of a unit with rank 0's, and return them; a collective.
+
+    Args:
+        module: the module of the unit.
+        sharded: the tensors of earlier units, which have rank 0's values already.
+    """
+    tensors = []
+    for tensor in (*all_parameters(module), *all_buffers(module)):
+        if tensor in sharded:
+            continue
+        tensors.append(tensor)
+        # fully_shard refuses parameters with other strides: transposed ones, and channels_last.
+        if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+    broadcast_from_rank_0(tensors)
+    return tensors
+
+
+def _parameters_of_other_units(
+    module: nn.Module, sharded: set[torch.Tensor]
+) -> set[nn.Parameter]:
+    """Return the parameters of a module that its unit does not shard.
+
+    A parameter of another unit gathers itself where this unit uses it. One without dimensions has
+    no rows.
+    """
+    parameters = set()
+    for parameter in all_parameters(module):
+        if parameter in sharded or not parameter.ndim:
+            parameters.add(parameter)
+    return parameters
+
+
+def _precisions(options: FSDPBackend, inner: Inner) -> _Precisions:
+    """Return the policies that the options, or else the session of mixed precision, ask for."""
+    session = inner.session
+    if options.mixed_precision is not None:
+        return _Precisions(options.mixed_precision, fp32=None)
+    if session.weights_dtype is None:
+        policy = MixedPrecisionPolicy(reduce_dtype=session.communication_dtype)
+        return _Precisions(policy, fp32=None)
+    # Autocast casts inputs per operation. fully_shard would cast all inputs, even integers that are
+    # stored as floats.
+    reduce_dtype = session.communication_dtype or torch.float32
+    return _Precisions(
+        usual=MixedPrecisionPolicy(
+            param_dtype=session.weights_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        ),
+        fp32=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+    )
