@@ -123,7 +123,7 @@ class FSDPEngine(Engine):
     def _begin_forwards(self) -> None:
         """Set what changes from forward to forward."""
         self._buffers = RegisteredBuffers(self._inner.model)
-        has_buffers = any(True for _ in all_buffers(self._inner.model))
+        has_buffers = next(all_buffers(self._inner.model), None) is not None
         # Whose buffers all ranks get in training; None: each rank keeps its own.
         self._buffer_source: str | None = None
         if has_buffers and self._options.broadcast_buffers:

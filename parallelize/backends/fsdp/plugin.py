@@ -1,4 +1,4 @@
-"""The "fsdp" backend: fully_shard shards parameters, gradients and optimizer state over the processes."""
+"""The "fsdp" backend: each process keeps a shard of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,24 +20,35 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def _block_classes(name: str, value: Any) -> tuple[type[nn.Module], ...] | int:
+def _blocks(name: str, value: Any) -> tuple[type[nn.Module], ...] | int:
     """Parse classes of modules (one stands for a list of one), or a number of parameters."""
-    classes = (value,) if isinstance(value, type) else value
-    if not isinstance(classes, (list, tuple)):
+    selectors = value
+    if isinstance(value, type):
+        selectors = (value,)
+    if not isinstance(selectors, (list, tuple)):
         return int(count(1)(name, value))
-    if classes and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes):
-        return tuple(classes)
+    if selectors and all(map(_is_module_class, selectors)):
+        return tuple(selectors)
     fix = f"use {name}=[nn.TransformerEncoderLayer], or a number of parameters, or omit it"
     raise invalid(name, value, "it names no classes of modules", fix)
 
 
+def _is_module_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
 def _reshard(name: str, value: Any) -> bool | int:
     """Parse a bool, or a number of ranks: 1 is a number, and no bool."""
-    return flag(name, value) if isinstance(value, (bool, np.bool_)) else int(count(1)(name, value))
+    if isinstance(value, (bool, np.bool_)):
+        return flag(name, value)
+    return int(count(1)(name, value))
 
 
 def _policy_class() -> type:
-    # Whoever has such an object has imported this; else the import takes half a second.
+    """Return the class of precision policies.
+
+    Whoever has such an object has imported its module; for all others that takes half a second.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy
@@ -45,29 +56,32 @@ def _policy_class() -> type:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPBackend(Backend):
-    """One process per device, each with a shard of every parameter: for models that do not fit on one device.
+    """One process per device, each with a shard of each parameter: for models no device holds.
 
-    The model may lie on the CPU, or on "meta" if its modules have `reset_parameters` or values are loaded in the block:
-    each rank moves its shards only to its device, block by block. In the block, the user's Parameters stand for the
-    full parameters: they keep their identity, shape and meaning in the user's code, and optimizers keep them. After it,
-    they have full values where they came from.
+    The model may lie on the CPU, or on "meta" if its modules have `reset_parameters` or values are
+    loaded in the block: each rank moves its shards only to its device, block by block. In the
+    block, the user's Parameters stand for the full parameters: they keep their identity, shape and
+    meaning in the user's code, and optimizers keep them. After it, they have full values where they
+    came from.
 
     Args:
-        blocks: submodules whose parameters are all-gathered together: a list of their classes, or their minimum
-            number of parameters; None: the members of the model's `nn.ModuleList`s, and those of its `nn.ModuleDict`s
-            and `nn.Sequential`s that have submodules. The parameters outside of all blocks are one more group.
-        reshard_after_forward: whether a group's full parameters are freed after its forward, and gathered again for
-            backward; a number: resharded over that many ranks only; None: True for all but the outermost group.
-        shard_over: the ranks that shard one copy of the parameters: all of the "world", those of each "node", or a
-            number of them; gradients are averaged over the copies (HSDP).
+        blocks: submodules whose parameters are all-gathered together: a list of their classes, or
+            their minimum number of parameters; None: the members of the model's `nn.ModuleList`s,
+            and those of its `nn.ModuleDict`s and `nn.Sequential`s that have submodules. The
+            parameters outside of all blocks are one more group.
+        reshard_after_forward: whether a group's full parameters are freed after its forward, and
+            gathered again for backward; a number: resharded over that many ranks only; None: True
+            for all but the outermost group.
+        shard_over: the ranks that shard one copy of the parameters: all of the "world", those of
+            each "node", or a number of them; gradients are averaged over the copies (HSDP).
         cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
-        mixed_precision: torch's policy: the dtypes in which parameters are gathered and gradients reduced; None: their
-            own dtypes, or those that `amp=` needs.
-        full_state_dict: whether the model's `state_dict()` gathers full tensors, so that all ranks have to call it;
-            False: it returns tensors that are gathered when they are read. `parallelize.save` writes shards in both
-            cases.
-        broadcast_buffers: whether ranks keep their buffers alike (batch norm's running statistics), as `buffers=` of
-            parallel_model says; False: each rank keeps its own.
+        mixed_precision: torch's policy: the dtypes in which parameters are gathered and gradients
+            reduced; None: their own dtypes, or those that `amp=` needs.
+        full_state_dict: whether the model's `state_dict()` gathers full tensors, so that all ranks
+            have to call it; False: it returns tensors that are gathered when they are read.
+            `parallelize.save` writes shards in both cases.
+        broadcast_buffers: whether ranks keep their buffers alike (batch norm's running statistics),
+            as `buffers=` of parallel_model says; False: each rank keeps its own.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -83,7 +97,7 @@ class FSDPBackend(Backend):
         "one-rank forward": "every forward gathers parameters from all ranks",
     }
     option_parsers: ClassVar[Mapping[str, Parse]] = {
-        "blocks": _block_classes,
+        "blocks": _blocks,
         "reshard_after_forward": _reshard,
         "shard_over": either(choice("world", "node"), count(2)),
         "cpu_offload": flag,
@@ -105,18 +119,25 @@ class FSDPBackend(Backend):
         """Return the number of ranks that shard one copy of the parameters.
 
         Raises:
-            ConfigError: `shard_over` does not divide the ranks of the world into groups of at least two.
+            ConfigError: `shard_over` does not divide the ranks of the world into groups of at least
+                two.
         """
-        given: Any = self.shard_over
-        is_even = world.num_nodes * world.local_world_size == world.world_size
-        sizes = {"world": world.world_size, "node": world.local_world_size if is_even else 0}
-        size: Any = sizes.get(given) if isinstance(given, str) else given
-        if type(size) is int and size > 1 and world.world_size % size == 0:
+        ranks = world.world_size
+        size: Any = self.shard_over
+        if size == "world":
+            size = ranks
+        elif size == "node":
+            size = world.local_world_size
+            # With another number of ranks on some node, those of a node shard no equal copies.
+            if size * world.num_nodes != ranks:
+                size = 0
+        if type(size) is int and size > 1 and ranks % size == 0:
             return size
         raise ConfigError(
-            f"FSDPBackend(shard_over={given!r}) in a world of {world.world_size}, {world.local_world_size} per node",
+            f"FSDPBackend(shard_over={self.shard_over!r}) in a world of {ranks}, "
+            f"{world.local_world_size} per node",
             why="each copy of the parameters is sharded over equally many ranks, at least two",
-            fix=f"use 'world', 'node', or a divisor of {world.world_size} above 1",
+            fix=f"use 'world', 'node', or a divisor of {ranks} above 1",
         )
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -134,7 +155,7 @@ class FSDPBackend(Backend):
         devices: tuple[torch.device, ...],
         restore: bool = True,
     ) -> Engine:
-        """Apply fully_shard to the model's blocks and to `inner`, unless the world has only one process."""
+        """Apply fully_shard to the model's blocks and to `inner`; with one process, do nothing."""
         if world.world_size == 1:
             inner.model.to(devices[0])
             return LocalEngine(inner)

@@ -44,7 +44,7 @@ def shard(
 ) -> None:
     """Move each unit to the device, with rank 0's values, and keep this rank's rows.
 
-    It is a collective. One unit after the other, so that at no time the whole model is on the device.
+    It is a collective. One unit follows the other, so that the device never has the whole model.
 
     Args:
         stand_in: gets the units.
@@ -100,9 +100,7 @@ def _give_values_of_rank_0(module: nn.Module, sharded: set[torch.Tensor]) -> lis
     return tensors
 
 
-def _parameters_of_other_units(
-    module: nn.Module, sharded: set[torch.Tensor]
-) -> set[nn.Parameter]:
+def _parameters_of_other_units(module: nn.Module, sharded: set[torch.Tensor]) -> set[nn.Parameter]:
     """Return the parameters of a module that its unit does not shard.
 
     A parameter of another unit gathers itself where this unit uses it. One without dimensions has

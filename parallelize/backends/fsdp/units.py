@@ -67,7 +67,7 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
     """
     for child in module.children():
         is_member = isinstance(module, nn.ModuleList)
-        if _is_container(module) and any(True for _ in child.children()):
+        if _is_container(module) and _has_submodules(child):
             is_member = True
         if is_member and not _is_container(child):
             yield child
@@ -79,9 +79,11 @@ def _is_container(module: nn.Module) -> bool:
     """Whether a module is a list or dictionary of modules, or a Sequential of blocks."""
     if isinstance(module, _CONTAINERS):
         return True
-    if type(module) is not nn.Sequential:
-        return False
-    return any(True for member in module for _ in member.children())
+    return type(module) is nn.Sequential and any(map(_has_submodules, module))
+
+
+def _has_submodules(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
