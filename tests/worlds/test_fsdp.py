@@ -271,6 +271,8 @@ def options_change_no_result() -> None:
         "lists": (FSDPBackend(), Stack, 4),
         "sequences of blocks": (FSDPBackend(), stages, 5),
         "classes": (FSDPBackend(blocks=[nn.Linear]), Stack, 5),
+        "names": (FSDPBackend(blocks=["layers.0", "layers.2"]), Stack, 3),
+        "names and classes": (FSDPBackend(blocks=["1", nn.Linear]), stages, 6),
         "size": (FSDPBackend(blocks=31), Stack, 2),
         "one group": (FSDPBackend(blocks=10**6), Stack, 1),
         "kept": (FSDPBackend(reshard_after_forward=False), Stack, 4),
@@ -522,6 +524,23 @@ def what_would_be_lost_is_refused() -> None:
         pass
     with pytest.raises(ConfigError, match=r"(?s)blocks=\['Conv2d'\].*no submodule of Stack"):
         fit(seeded(), FSDPBackend(blocks=[nn.Conv2d]))
+
+
+def test_names_of_units_are_those_of_submodules() -> None:
+    """An unknown name is an error with the most similar names, or with what else was meant."""
+    model = seeded()
+    assert FSDPBackend(blocks="layers.1").units(model) == [model.layers[1]]  # type: ignore[arg-type]  # one name
+    chosen = FSDPBackend(blocks=["stem", nn.Linear, "layers.1"]).units(model)
+    assert chosen == [model.head, *reversed(model.layers), model.stem]
+    refused = {
+        "layer.1": r"(?s)blocks=\['layer.1'\].*Stack has no submodule of this name.*such as .*layers.1",
+        "decoder": "such as stem, layers, head",
+        "Linear": "pass the class itself",
+        "layers": "a ModuleList is not called itself",
+    }
+    for name, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            FSDPBackend(blocks=[name]).units(model)
 
 
 def checkpoint_file() -> Path:

@@ -20,20 +20,28 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def _blocks(name: str, value: Any) -> tuple[type[nn.Module], ...] | int:
-    """Parse classes of modules (one stands for a list of one), or a number of parameters."""
+def _blocks(name: str, value: Any) -> tuple[type[nn.Module] | str, ...] | int:
+    """Parse classes and names of modules (one stands for a list of one), or a size."""
     selectors = value
-    if isinstance(value, type):
+    if isinstance(value, (type, str)):
         selectors = (value,)
     if not isinstance(selectors, (list, tuple)):
         return int(count(1)(name, value))
-    if selectors and all(map(_is_module_class, selectors)):
+    if selectors and all(map(_is_selector, selectors)):
         return tuple(selectors)
-    fix = f"use {name}=[nn.TransformerEncoderLayer], or a number of parameters, or omit it"
-    raise invalid(name, value, "it names no classes of modules", fix)
+    raise invalid(
+        name,
+        value,
+        "it names no classes of modules, and no submodules",
+        f"use {name}=[nn.TransformerEncoderLayer], {name}=['layers.0', 'layers.1'], or a number of "
+        "parameters, or omit it",
+    )
 
 
-def _is_module_class(value: object) -> bool:
+def _is_selector(value: object) -> bool:
+    """Whether a value is a class of modules, or may be the name of a submodule."""
+    if isinstance(value, str):
+        return bool(value)
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
@@ -65,10 +73,11 @@ class FSDPBackend(Backend):
     came from.
 
     Args:
-        blocks: submodules whose parameters are all-gathered together: a list of their classes, or
-            their minimum number of parameters; None: the members of the model's `nn.ModuleList`s,
-            and those of its `nn.ModuleDict`s and `nn.Sequential`s that have submodules. The
-            parameters outside of all blocks are one more group.
+        blocks: submodules whose parameters are all-gathered together: a list of their classes and
+            of their names, as in `named_modules()`, or their minimum number of parameters; None:
+            the members of the model's `nn.ModuleList`s, and those of its `nn.ModuleDict`s and
+            `nn.Sequential`s that have submodules. The parameters outside of all blocks are one more
+            group.
         reshard_after_forward: whether a group's full parameters are freed after its forward, and
             gathered again for backward; a number: resharded over that many ranks only; None: True
             for all but the outermost group.
@@ -107,7 +116,7 @@ class FSDPBackend(Backend):
         "full_state_dict": flag,
         "broadcast_buffers": flag,
     }
-    blocks: Sequence[type[nn.Module]] | int | None = None
+    blocks: Sequence[type[nn.Module] | str] | int | None = None
     reshard_after_forward: bool | int | None = None
     shard_over: Literal["world", "node"] | int = "world"
     cpu_offload: bool = False

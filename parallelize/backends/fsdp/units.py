@@ -11,6 +11,7 @@ Transformer                    blocks=None selects the members of containers:
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,8 +21,8 @@ from parallelize.errors import ConfigError
 from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.torch_patches.module_tensors import all_parameters
 
-Blocks = Sequence[type[nn.Module]] | int | None
-"""The option `blocks` of FSDPBackend: classes, the least number of parameters, or None."""
+Blocks = Sequence[type[nn.Module] | str] | int | None
+"""The option `blocks` of FSDPBackend: classes and names, a least number of parameters, or None."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -30,7 +31,8 @@ def units_of(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """Return the submodules that `blocks` selects, inner ones first: fully_shard needs this order.
 
     Raises:
-        ConfigError: no submodule has one of the classes.
+        ConfigError: no submodule has a name, or no submodule has one of the classes; or a list of
+            modules is selected, which is not called itself.
     """
     if blocks is None:
         return list(dict.fromkeys(_members(model)))
@@ -39,15 +41,55 @@ def units_of(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     submodules.reverse()
     if isinstance(blocks, int):
         return [module for module in submodules if _is_large(module, blocks)]
-    units = [module for module in submodules if isinstance(module, tuple(blocks))]
+    classes = tuple(selector for selector in blocks if isinstance(selector, type))
+    named: set[nn.Module] = set()
+    for selector in blocks:
+        if isinstance(selector, str):
+            named.add(_submodule(model, selector))
+    units = [module for module in submodules if isinstance(module, classes) or module in named]
     if not units:
-        names = [block_class.__name__ for block_class in blocks]
         raise ConfigError(
-            f"FSDPBackend(blocks={names!r})",
+            _shown(blocks),
             why=f"no submodule of {type(model).__name__} has one of these classes",
             fix="pass the classes of its repeated blocks, or leave blocks=None",
         )
+    _refuse_containers(units, blocks)
     return units
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    """Return the submodule of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    submodules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    if name in submodules:
+        return submodules[name]
+    similar = difflib.get_close_matches(name, submodules) or dict(model.named_children())
+    fix = f"use names of named_modules(), such as {', '.join(similar)}"
+    if any(type(module).__name__ == name for module in submodules.values()):
+        fix = "pass the class itself, without quotes"
+    raise ConfigError(
+        _shown([name]), why=f"{type(model).__name__} has no submodule of this name", fix=fix
+    )
+
+
+def _refuse_containers(units: Sequence[nn.Module], blocks: Sequence[type[nn.Module] | str]) -> None:
+    """Refuse lists and dictionaries of modules, on which hooks of fully_shard would never run."""
+    for unit in units:
+        if isinstance(unit, _CONTAINERS):
+            raise ConfigError(
+                _shown(blocks),
+                why=f"a {type(unit).__name__} is not called itself, only its members are",
+                fix="pass the classes or names of its members",
+            )
+
+
+def _shown(blocks: Sequence[type[nn.Module] | str]) -> str:
+    """Return the option as errors show it."""
+    names = [getattr(selector, "__name__", selector) for selector in blocks]
+    return f"FSDPBackend(blocks={names!r})"
 
 
 def _is_large(module: nn.Module, least: int) -> bool:

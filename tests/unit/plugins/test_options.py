@@ -203,6 +203,7 @@ KEPT: list[tuple[object, str, object]] = [
     (BalancedBackend(devices=["cpu", "cpu"]), "devices", ("cpu", "cpu")),  # type: ignore[arg-type]  # a list
     (BalancedBackend(memory=[8e9, np.int64(4)]), "memory", (8_000_000_000, 4)),  # type: ignore[arg-type]  # a list
     (FSDPBackend(blocks=nn.Linear), "blocks", (nn.Linear,)),  # type: ignore[arg-type]  # one class
+    (FSDPBackend(blocks=["layers.0", nn.Linear]), "blocks", ("layers.0", nn.Linear)),
     (FSDPBackend(reshard_after_forward=1), "reshard_after_forward", 1),
 ]
 
@@ -229,7 +230,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (BalancedBackend, {"batch_dim": True}, "at least 0"),
     (BalancedBackend, {"plan": {}}, "no Plan"),
     (AutoBackend, {"memory": float("nan")}, "at least 1"),
-    (FSDPBackend, {"blocks": "Linear"}, "at least 1"),
+    (FSDPBackend, {"blocks": ""}, "no submodules"),
+    (FSDPBackend, {"blocks": [5]}, "no submodules"),
+    (FSDPBackend, {"blocks": 0}, "at least 1"),
     (FSDPBackend, {"shard_over": "nodes"}, "did you mean 'node'"),
     (RayLauncher, {"strategy": "SPRAED"}, "did you mean 'SPREAD'"),
     (RayLauncher, {"resources": {"jobs": "1"}}, r"resources\['jobs'\]"),
