@@ -234,10 +234,10 @@ OF_TORCH = (
         test="none: only its speed changes",
     ),
     Change(
-        what="methods of fully_shard's record of a parameter",
+        what="methods of fully_shard's records of parameters and units",
         where="backends/fsdp/stand_in.py",
         names=(),
-        why="fsdp: the user's Parameter is not the one that the module has; the record is the engine's own",
+        why="fsdp: the user's Parameter is not the one that the module has; the records are the engine's own",
         lasts="a block",
         test="tests/worlds/test_fsdp.py::test_a_check_holds_on_all_ranks",
     ),

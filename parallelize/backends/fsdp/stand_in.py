@@ -103,10 +103,6 @@ class StandInParameter:
         """Register the original in all modules that have this parameter."""
         self._register(self.original)
 
-    def register_gathered(self) -> None:
-        """Register the gathered parameter in all modules that have this parameter."""
-        self._register(self.gathered)
-
     def share_hooks(self) -> None:
         """Let hooks that the user has registered on the original run for the gathered parameter.
 
@@ -153,7 +149,8 @@ class StandIn:
                                     load_state_dict has assigned   got the values, and stays
     free_unsharded_param     record frees the gathered parameter   frees it, unless a backward with
                                                                    create_graph=True has read it
-    pre_backward             group  gathers a unit for backward    the same; raises after the block
+    pre_backward             group  gathers a unit for backward    gathers it, and registers what is
+                                                                   gathered; raises after the block
     __class__                module a new class, FSDPLinear        the user's class
     hooks                    module the methods of the state       the same; in copies and pickles
                                                                    of a module they do nothing
@@ -215,6 +212,7 @@ class StandIn:
             parameter = StandInParameter(record, originals[record.sharded_param])
             parameter.enter(self._registry, rows_mesh, self._free)
             self.parameters.append(parameter)
+        group.pre_backward = functools.partial(_gather_for_backward, group, group.pre_backward)
 
     def complete(self) -> None:
         """Tell FSDP2 that all units are there, and mark its hooks on the user's modules.
@@ -277,10 +275,9 @@ class StandIn:
         FSDP2 registers them only when it gathers them, so that a forward that finds them gathered
         would compute with the originals, which gather themselves once more.
         """
-        gathered_groups = [unit.group for unit in self.units if unit.group.is_unsharded]
-        for group in gathered_groups:
-            for record in group.fsdp_params:
-                record._setattr_on_modules(record.unsharded_param)
+        for unit in self.units:
+            if unit.group.is_unsharded:
+                _register_gathered(unit.group)
 
     def register_originals(self) -> None:
         """Register the originals after a forward: FSDP2 leaves the root's parameters gathered."""
@@ -298,6 +295,31 @@ class StandIn:
             dictionary.pop(key, None)
         for module in self._inner.modules():
             _module_state_mapping.pop(module, None)
+
+
+def _register_gathered(group: Any) -> None:
+    """Register the parameters of a group that is gathered."""
+    for record in group.fsdp_params:
+        record._setattr_on_modules(record.unsharded_param)
+
+
+def _gather_for_backward(group: Any, gather: Callable[..., None], *arguments: Any) -> None:
+    """Gather a unit for backward, and register what is gathered, until backward has passed it.
+
+    A custom Function may run modules of the unit again in its backward, and differentiate them by
+    the parameters that it has saved, which are gathered ones (adjoints of differential equations).
+    FSDP2 registers parameters only when it gathers them, and the root, for example, is still
+    gathered from forward: there, the originals are registered since.
+
+    Args:
+        group: the group of the unit.
+        gather: the group's own `pre_backward`.
+        *arguments: those of `pre_backward`.
+    """
+    was_gathered = group.is_unsharded
+    gather(*arguments)
+    if was_gathered:
+        _register_gathered(group)
 
 
 def _state_of(module: nn.Module) -> Any:
