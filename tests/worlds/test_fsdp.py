@@ -457,7 +457,8 @@ def other_parameters_are_refused() -> None:
         model = seeded()
         loaded = {key: value.clone() for key, value in model.state_dict().items()}
         message = "Stack has changed: head was" if how == "module" else r"stem.weight was replaced"
-        with parallel_model(model, backend="fsdp"):
+        refused = pytest.raises(SyncError, match=message)
+        with refused, parallel_model(model, backend="fsdp"):
             train(model, sgd(model))
             if how == "module":
                 model.head = nn.Linear(5, 1).double()
@@ -466,8 +467,61 @@ def other_parameters_are_refused() -> None:
             elif how == "assign":
                 model.load_state_dict(loaded, assign=True)
             given = loaded if how == "functional_call" else {}
-            with pytest.raises(SyncError, match=message):
-                torch.func.functional_call(model, given, (own_batch(),))
+            torch.func.functional_call(model, given, (own_batch(),))
+
+
+def replace(model: Any, how: str) -> None:
+    """Change which parameters a model has."""
+    if how == "parameter":
+        model.stem.weight = nn.Parameter(torch.cat([model.stem.weight.detach()] * 2))
+    elif how == "module":
+        model.head = nn.Linear(5, 1).double()
+    elif how == "added":
+        model.head.extra = nn.Parameter(torch.ones(3))
+    else:
+        del model.stem.bias
+
+
+@check
+def other_parameters_are_found_without_a_forward() -> None:
+    """At a step of any optimizer, when the state is read or saved, and at the end of the block."""
+    uses: dict[str, Callable[[Any], Any]] = {
+        "step": lambda model: torch.optim.SGD([model.stem.weight], 0.1).step(),
+        "state_dict": lambda model: model.state_dict(),
+        "save": lambda model: save(checkpoint_file(), model=model),
+    }
+    for use in uses.values():
+        model = seeded()
+        with parallel_model(model, backend="fsdp"):
+            train(model, sgd(model))
+            weight = model.stem.weight
+            replace(model, "parameter")
+            with pytest.raises(SyncError, match=r"(?s)stem.weight was replaced in the block.*copy into"):
+                use(model)
+            model.stem.weight = weight
+            train(model, sgd(model))
+    for how, message in {
+        "parameter": "stem.weight was replaced",
+        "module": "head.weight was added",
+        "added": "head.extra was added",
+        "deleted": "stem.bias was replaced",
+    }.items():
+        for options in ({}, {"restore": False}):
+            model = seeded()
+            refused = pytest.raises(SyncError, match=f"(?s){message}.*backend='ddp'")
+            with refused, parallel_model(model, backend="fsdp", **options):
+                train(model, sgd(model))
+                replace(model, how)
+
+
+@check
+def a_step_in_backward_is_named() -> None:
+    """The parameters outside of all units get their gradients when backward ends."""
+    model = seeded()
+    model.layers[0].bias.register_post_accumulate_grad_hook(lambda _: sgd(model).step())
+    refused = pytest.raises(SyncError, match=r"(?s)SGD.step\(\) inside backward.*call step\(\) after backward")
+    with refused, parallel_model(model, backend="fsdp"):
+        square(model(own_batch())).backward()
 
 
 @check

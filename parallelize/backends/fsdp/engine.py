@@ -42,20 +42,21 @@ from parallelize.backends.fsdp.meshes import meshes_of
 from parallelize.backends.fsdp.optimizers import Steps
 from parallelize.backends.fsdp.restore import make_plain, restore
 from parallelize.backends.fsdp.sharding import shard
-from parallelize.backends.fsdp.stand_in import StandIn
+from parallelize.backends.fsdp.stand_in import HookOfBlock, StandIn
 from parallelize.backends.fsdp.units import refuse_gradients, units_of
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.run.context import current
-from parallelize.torch_patches.backward import Order, subscribed
+from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.foreach import allow_in_lists
 from parallelize.torch_patches.module_tensors import (
     all_buffers,
     all_named_parameters,
     all_parameters,
 )
+from parallelize.torch_patches.step import BeforeStep, before_step
 from parallelize.torch_patches.transforms import is_differentiating_forward, is_in_transform
 
 if TYPE_CHECKING:
@@ -140,13 +141,18 @@ class FSDPEngine(Engine):
     def _begin_hooks(self) -> None:
         """Hook the model's forward and state dict, backward passes, and optimizer steps."""
         self._inner.register_forward_hook(self._flatten, prepend=True)
+        # Until the end of the block, also if it fails.
+        self._checks = contextlib.ExitStack()
+        self._checks.enter_context(before_step(BeforeStep.PLACE, self._before_step))
+        model: Any = self._inner.model
+        check = model.register_state_dict_pre_hook(HookOfBlock(self._before_state_dict))
+        self._checks.callback(check.remove)
         self._steps = Steps(self._refuse_lost_gradients)
         # Until the end of the block. If the block fails, they stay, as do the sharded parameters.
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(subscribed(Order.BEGIN, full_tensors.refuse_inputs))
         if self._options.full_state_dict:
             gather = functools.partial(_gather, self._home)
-            model: Any = self._inner.model
             handle = model.register_state_dict_post_hook(gather)
             self._hooks.callback(handle.remove)
 
@@ -230,6 +236,18 @@ class FSDPEngine(Engine):
             bases.append(leaf if base is None else base)
         return bases
 
+    def _before_step(self, *_: Any) -> None:
+        """Refuse replaced parameters before a step of any optimizer: it may train the new ones."""
+        # While backward runs, gathered parameters are registered in place of the originals.
+        if not is_in_backward():
+            self._refuse_replaced()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        """Refuse replaced and added parameters before the model's state is read or saved."""
+        if not is_in_backward():
+            self._refuse_replaced()
+            self._refuse_added()
+
     def _refuse_replaced(self) -> None:
         """Refuse parameters that were replaced since the entry of the block."""
         name = self._stand_in.replaced()
@@ -240,6 +258,20 @@ class FSDPEngine(Engine):
                 fix="copy into the parameter (no assign=True of load_state_dict), or use "
                 "backend='ddp'",
             )
+
+    def _refuse_added(self) -> None:
+        """Refuse parameters that were added since the entry of the block, as of new submodules.
+
+        Forward has its own check, which is faster: the block notes what is registered in the model.
+        """
+        for name, parameter in all_named_parameters(self._inner.model):
+            if parameter not in self._names:
+                raise SyncError(
+                    f"{name} was added in the block",
+                    why="fsdp shards parameters at the entry of the block, so that each rank would "
+                    "train this one for itself",
+                    fix="change the model before the block, or use backend='ddp'",
+                )
 
     def _refuse_writes(self) -> None:
         """Refuse what forward has written to parameters."""
@@ -261,6 +293,12 @@ class FSDPEngine(Engine):
         has_transformed = self._has_transformed
         has_lost = any(parameter.has_unreduced_gradient for parameter in self._stand_in.parameters)
         optimizer_class = type(optimizer).__name__
+        if has_lost and is_in_backward():
+            raise SyncError(
+                f"{optimizer_class}.step() inside backward, under fsdp",
+                why="the gradients of some units are reduced only when backward ends",
+                fix="call step() after backward(), not from a hook in it",
+            )
         if has_lost and has_transformed:
             raise SyncError(
                 "torch.func or forward AD: gradients are not in the parameters of "
@@ -279,9 +317,15 @@ class FSDPEngine(Engine):
 
     @override
     def close(self, *, failed: bool) -> None:
-        self._registry.open_engines -= 1
-        self._steps.end()
-        self._stand_in.close()
+        self._checks.close()
+        try:
+            if not failed:
+                self._refuse_replaced()
+                self._refuse_added()
+        finally:
+            self._registry.open_engines -= 1
+            self._steps.end()
+            self._stand_in.close()
         if failed:
             return
         if not self._restore:
