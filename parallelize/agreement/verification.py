@@ -79,6 +79,9 @@ class VerifiedBlock(Protocol):
     def replicas(self) -> Sequence[nn.Module]:
         """Return the models of which each rank holds a copy."""
 
+    def models_with_buffers(self) -> Sequence[nn.Module]:
+        """Return the models of whose buffers each rank holds a copy."""
+
     def loss_weight(self) -> Weight:
         """Return the weight of this rank's latest loss in the mean over the ranks."""
 
@@ -146,7 +149,7 @@ class Verification:
             return
         self._compare_parameters_and_settings(when)
         if self._warns_of_buffers:
-            buffers = floating_buffers_of(self._block.replicas())
+            buffers = floating_buffers_of(self._block.models_with_buffers())
             # A block warns once: the next comparison would say the same again.
             self._warns_of_buffers = not warn_of_differing_buffers(buffers)
 

@@ -190,6 +190,13 @@ class Block:
         """
         return [model.replicas for model in self._models_in_block if model.engine.is_replica]
 
+    def models_with_buffers(self) -> list[nn.Module]:
+        """Return the models of whose buffers each rank holds a copy, which Verification compares.
+
+        Under fsdp, a rank holds all buffers of a model, although it is no replica.
+        """
+        return [model.inner.model for model in self._models_in_block if model.engine.holds_buffers]
+
     def _reductions(self) -> list[tuple[nn.Module, Reduction]]:
         """Return (replicas, reduction) of each model whose gradients the reducer averages."""
         reductions = []

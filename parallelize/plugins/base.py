@@ -285,6 +285,11 @@ class Engine(abc.ABC):
         """Whether each rank holds a copy of the model, which has to stay equal."""
         return self.reduction is not None
 
+    @property
+    def holds_buffers(self) -> bool:
+        """Whether each rank holds a copy of the model's buffers, which the block compares."""
+        return self.is_replica
+
     def refresh(self) -> None:  # noqa: B027 - most engines have nothing to do
         """Follow modules and parameters that were added or replaced."""
 

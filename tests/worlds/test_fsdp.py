@@ -8,6 +8,7 @@ import functools
 import io
 import pickle
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,25 @@ def buffers_are_kept_alike_as_asked() -> None:
     own = statistics(FSDPBackend(broadcast_buffers=False), None)
     assert own["num_batches_tracked"] == 3
     assert not torch.equal(own["running_mean"], all_reduce(own["running_mean"], "mean"))
+
+
+@check
+def buffers_that_differ_at_the_end_are_told() -> None:
+    """As under ddp, with their names, unless the user has said how they are kept."""
+
+    def told(backend: Any, buffers: str | None) -> list[str]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+        model.gain = nn.Parameter(torch.tensor(1.0))  # replicated, with gradients of its own
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(model, backend, buffers=buffers)
+        return [str(each.message) for each in caught if "buffers differ" in str(each.message)]
+
+    expected = told("ddp", None)
+    assert told("fsdp", None) == expected
+    assert len(expected) == (rank() == 0)
+    for backend, buffers in (("fsdp", "rank0"), ("fsdp", "mean"), (FSDPBackend(broadcast_buffers=False), None)):
+        assert told(backend, buffers) == []
 
 
 @check

@@ -198,6 +198,11 @@ class _AutoEngine(Engine):
     def is_replica(self) -> bool:
         return self._engine.is_replica
 
+    @property
+    @override
+    def holds_buffers(self) -> bool:
+        return self._engine.holds_buffers
+
     @override
     def close(self, *, failed: bool) -> None:
         self._reporting.close()

@@ -90,6 +90,7 @@ class FSDPEngine(Engine):
     """
 
     keeps_parameters = False
+    holds_buffers = True
 
     def __init__(
         self,
