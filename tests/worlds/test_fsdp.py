@@ -556,6 +556,9 @@ def gradients_that_cannot_be_reduced_are_refused() -> None:
     model.filter.requires_grad_(False)
     fit(model)
     model = seeded()
+    model.scale = nn.Parameter(torch.tensor(1.0))  # of no unit
+    fit(model)
+    model = seeded()
     with parallel_model(model, backend="fsdp"):
         loss = model(own_batch()).sum()
         with pytest.raises(SyncError, match=r"(?s)torch.autograd.grad of sharded parameters.*call backward"):

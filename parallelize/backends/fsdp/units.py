@@ -145,7 +145,9 @@ def refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
     for unit in (*units, model):
         dtypes = set()
         for parameter in all_parameters(unit):
-            if parameter.requires_grad and parameter not in of_inner_units:
+            # Parameters without dimensions are replicated, and of no unit.
+            is_trained = parameter.requires_grad and parameter.ndim
+            if is_trained and parameter not in of_inner_units:
                 dtypes.add(str(parameter.dtype))
         of_inner_units.update(all_parameters(unit))
         if len(dtypes) > 1:
