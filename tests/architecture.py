@@ -131,8 +131,8 @@ ROOMS: Mapping[str, int] = {
 # so that they need no __all__. The goal is all rooms.
 PLAIN_ROOMS = frozenset(
     {
-        *("", "agreement", "block", "call", "cli", "cluster", "config", "data", "gradients", "launchers", "plugins"),
-        *("run", "torch_patches", "worker"),
+        *("", "agreement", "block", "call", "cli", "cluster", "comparison", "config", "data", "gradients"),
+        *("launchers", "plugins", "run", "torch_patches", "worker"),
     }
 )
 
