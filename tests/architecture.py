@@ -132,7 +132,7 @@ ROOMS: Mapping[str, int] = {
 PLAIN_ROOMS = frozenset(
     {
         *("", "agreement", "block", "call", "cli", "cluster", "comparison", "config", "data", "gradients"),
-        *("launchers", "plugins", "run", "torch_patches", "worker"),
+        *("launchers", "plugins", "precision", "run", "torch_patches", "worker"),
     }
 )
 

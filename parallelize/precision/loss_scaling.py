@@ -1,24 +1,38 @@
 """Loss scaling for fp16, without a GradScaler in the user's loop.
 
-    backward    gradients from before   x scale
-                torch's backward        started from the scale; gradients are averaged over the ranks
-                all gradients           / scale, with one flag per model: has it inf or nan?
-    step        of models without inf   unchanged
-                of others               taken by a copy of the optimizer that has no parameters
+    backward    gradients of earlier passes     x scale
+                torch's backward                starts from the scale; gradients are averaged over
+                                                the ranks
+                all gradients                   / scale, with a flag per model: has it inf or nan?
+    step        of models without inf           unchanged
+                of models with inf              taken by a copy of the optimizer that has no
+                                                parameters
     backward    begins with the update of the scale, by the flags of the steps before
 
-`.grad` is unscaled outside of backward, so that clipping, logging and accumulation work as without a scale. To
-scale gradients from before again is exact, because the scale is a power of two. Averaged gradients, and with them
-the flags, are equal on all ranks; of shards, they are all-reduced.
+`.grad` is unscaled outside of backward, so that clipping, logging and accumulation work as without
+a scale. To scale gradients of earlier passes again is exact, because the scale is a power of two.
+Averaged gradients, and with them the flags, are equal on all ranks; flags of shards are
+all-reduced.
+
+A flag is counted in the scale once, when an optimizer has stepped by it:
+
+    ┌─> fresh          a pass has ended: the flags are new
+    │     │ step       the models of the optimizer become uncounted
+    │     v
+    │   uncounted      some steps were made, or skipped, that the scale does not count yet
+    │     │            updated_scale, before the next pass or a checkpoint
+    │     v
+    └── counted        the scale has grown or shrunk; the next pass makes new flags
 """
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,14 +45,28 @@ from parallelize.plugins.base import Amp
 from parallelize.run.context import is_capturing
 from parallelize.torch_patches.backward import Pass, Root, Run, is_in_backward
 from parallelize.torch_patches.module_tensors import all_parameters
-from parallelize.torch_patches.step import parameters_of
+from parallelize.torch_patches.step import StepArguments, parameters_of
 
-__all__ = ["LossScale", "LossScaling", "not_scaled"]
+_Owner = nn.Module | None
+"""The model of a leaf; None: the leaf is a parameter of none of the models."""
+
+# A scale of this size would be inf in fp32; GradScaler has the same limit.
+_MAX_SCALE = 2.0**128
 
 
 def not_scaled(what: str, why: str, fix: str = "") -> ConfigError:
-    """Build the error for what fp16 does not support."""
-    return ConfigError(f"{what} under loss scaling", why=why, fix=f"{fix}use amp='bf16', which needs no loss scaling")
+    """Build the error for what fp16 does not support.
+
+    Args:
+        what: the user's call, or a property of the model.
+        why: why it cannot be scaled.
+        fix: what else to do than to use bf16; it ends with "or ".
+    """
+    return ConfigError(
+        f"{what} under loss scaling",
+        why=why,
+        fix=f"{fix}use amp='bf16', which needs no loss scaling",
+    )
 
 
 class LossScale:
@@ -60,13 +88,77 @@ class LossScale:
     def update(self, *, has_inf: bool) -> None:
         """Shrink the scale after inf or nan; grow it after `growth_interval` updates without."""
         state = self.state
-        state["_growth_tracker"] = 0 if has_inf else state["_growth_tracker"] + 1
         if has_inf:
             state["scale"] *= state["backoff_factor"]
-        elif state["_growth_tracker"] == state["growth_interval"]:
-            grown = state["scale"] * state["growth_factor"]
-            state["scale"] = grown if grown < 2.0**128 else state["scale"]  # of fp32, as in GradScaler
             state["_growth_tracker"] = 0
+            return
+        state["_growth_tracker"] += 1
+        if state["_growth_tracker"] == state["growth_interval"]:
+            state["_growth_tracker"] = 0
+            grown = state["scale"] * state["growth_factor"]
+            if grown < _MAX_SCALE:
+                state["scale"] = grown
+
+
+class _Flags:
+    """Whether gradients have inf or nan, for each owner of leaves.
+
+    Args:
+        owners: the models; None for the leaves of no model.
+        values: 1 or 0 for each of them, on the device.
+    """
+
+    def __init__(self, owners: Iterable[_Owner], values: torch.Tensor) -> None:
+        self._value_by_owner = dict(zip(owners, values, strict=True))
+        self._on_host = HostCopy(values)
+
+    def have_inf(self, owners: Collection[_Owner]) -> bool:
+        """Return whether a gradient of one of the owners has inf or nan.
+
+        This waits until the device has computed the flags.
+        """
+        values = self._on_host.read().tolist()
+        for owner, value in zip(self._value_by_owner, values, strict=True):
+            if value and owner in owners:
+                return True
+        return False
+
+    def on_device(self, owners: Collection[_Owner], device: torch.device) -> torch.Tensor:
+        """Return whether a gradient of one of the owners has inf or nan, without a wait.
+
+        Args:
+            owners: any of the models, or None.
+            device: the device of the values.
+
+        Returns:
+            A tensor with 1 or 0.
+        """
+        present = self._value_by_owner.keys() & set(owners)
+        values = [self._value_by_owner[owner] for owner in present]
+        return torch.stack([torch.zeros((), device=device), *values]).amax()
+
+
+class _Marks(enum.Enum):
+    """Whether a search that skips models, at their marks, finds all leaves of no model.
+
+    A forward may use such a leaf, as a parameter of another object. Then no search skips models.
+    """
+
+    UNCHECKED = enum.auto()
+    COMPLETE = enum.auto()
+    INCOMPLETE = enum.auto()
+
+
+class _Reach(NamedTuple):
+    """What a backward pass reaches.
+
+    Args:
+        has_model: whether it reaches a model.
+        leaves_of_no_model: the other leaves that get gradients.
+    """
+
+    has_model: bool
+    leaves_of_no_model: list[torch.Tensor]
 
 
 class LossScaling:
@@ -75,153 +167,218 @@ class LossScaling:
     Args:
         amp: the initial scale and its rules.
         device: where flags are kept, and sent.
-        has_shards: whether each rank has a shard of the gradients, so that ranks must agree on flags.
+        has_shards: whether each rank has a shard of the gradients, so that ranks must agree on
+            flags.
 
     Attributes:
         is_scaled: whether a backward pass that runs is scaled.
     """
 
     def __init__(self, amp: Amp, *, device: torch.device, has_shards: bool) -> None:
-        self._scale = LossScale(amp)
         self.is_scaled = False
-        self._device, self._has_shards = device, has_shards
-        self._parameters: dict[Any, Any] = {}  # by model
-        self._flags: dict[Any, Any] = {}  # by model, and None: 1 if a gradient has inf or nan
-        self._on_host = HostCopy(torch.zeros(0))
-        # Keys of the flags of steps since the latest update of the scale; None: no step since backward.
-        self._stepped: set[Any] | None = None
-        self._has_optimizer = False  # whether one has stepped in this block
+        self._scale = LossScale(amp)
+        self._device = device
+        self._has_shards = has_shards
+        self._parameters: dict[nn.Module, list[torch.Tensor]] = {}
+        self._flags = _Flags([], torch.zeros(0))
+        # Whether an optimizer has stepped since the latest pass, and in the whole block.
+        self._has_stepped = False
+        self._has_optimizer = False
+        self._uncounted: set[_Owner] = set()
         self.set_models(())
 
     def set_models(self, models: Sequence[nn.Module], former: Sequence[nn.Module] = ()) -> None:
-        """Add models, with their present parameters; remove former ones."""
-        known, seen = dict.fromkeys([*self._parameters, *models]), set[torch.Tensor]()
-        self._parameters = {model: [] for model in known if model not in former}
-        for model, parameters in self._parameters.items():
-            parameters += [each for each in all_parameters(model) if each not in seen]  # shared ones are unscaled once
-            seen.update(parameters)
-        self._are_marks_complete: bool | None = None  # whether no leaf of a loss is hidden by marks
+        """Add models, with their present parameters, and remove former models."""
+        remaining = [model for model in (*self._parameters, *models) if model not in former]
+        self._parameters = {}
+        # Parameters that models share are unscaled once.
+        seen_ids: set[int] = set()
+        for model in dict.fromkeys(remaining):
+            self._parameters[model] = []
+            for parameter in all_parameters(model):
+                if id(parameter) not in seen_ids:
+                    seen_ids.add(id(parameter))
+                    self._parameters[model].append(parameter)
+        self._marks = _Marks.UNCHECKED
         self._set_leaves([])
 
-    def _set_leaves(self, others: list[Any]) -> None:
-        """Set the leaves that backward gives gradients to: by model, and under None those of no model."""
-        self._leaves = {None: others, **self._parameters}
-        self._owners = {id(leaf): key for key, leaves in self._leaves.items() for leaf in leaves}
+    def _set_leaves(self, leaves_of_no_model: list[torch.Tensor]) -> None:
+        """Set the leaves that backward gives gradients to.
 
-    def around_backward(self, each: Pass, run: Run) -> None:
-        """Run a backward pass, scaled if it reaches a model; a subscriber of torch_patches.backward.
+        Args:
+            leaves_of_no_model: those besides the parameters of the models.
+        """
+        self._leaves: dict[_Owner, list[torch.Tensor]] = {None: leaves_of_no_model}
+        for model, parameters in self._parameters.items():
+            self._leaves[model] = parameters
+        self._owner_by_id: dict[int, _Owner] = {}
+        for owner, leaves in self._leaves.items():
+            for leaf in leaves:
+                self._owner_by_id[id(leaf)] = owner
+
+    def around_backward(self, backward_pass: Pass, run: Run) -> None:
+        """Run a backward pass, scaled if it reaches a model; a subscriber of backward passes.
 
         Raises:
-            ConfigError: a pass that cannot be scaled.
+            ConfigError: the pass cannot be scaled.
         """
-        is_reached, others = self.leaves_behind(each.roots, owner=self)
-        if not is_reached:
-            run(each)
+        has_model, leaves_of_no_model = self._reach_of(backward_pass.roots)
+        if not has_model:
+            run(backward_pass)
             return
-        # Under fsdp, the gathered parameters of a model are behind its marks.
-        if not self._has_shards and not self._are_marks_complete:
-            marked, (_, others) = len(others), self.leaves_behind(each.roots, owner=None)
-            self._are_marks_complete = self._are_marks_complete is None and marked == len(others)
-        _refuse(each)
+        _refuse(backward_pass)
         self._end_iteration()
-        self._set_leaves(others)
+        self._set_leaves(leaves_of_no_model)
         scale = self.updated_scale().state["scale"]
         for gradients in _gradients(chain.from_iterable(self._leaves.values())).values():
             torch._foreach_mul_(gradients, scale)
         self.is_scaled = True
         try:
-            run(replace(each, gradients=scaled_start(each.roots, each.gradients, lambda _: scale)))
+            start = scaled_start(backward_pass.roots, backward_pass.gradients, lambda _: scale)
+            run(replace(backward_pass, gradients=start))
         finally:
+            # Also after an error, since the user may catch it.
             self.is_scaled = False
             flags = self._unscale(1 / scale)
         if self._has_shards:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        self._flags, self._on_host = dict(zip(self._leaves, flags, strict=True)), HostCopy(flags)
-        self._stepped = None
+        self._flags = _Flags(self._leaves, flags)
+        self._has_stepped = False
+        self._uncounted = set()
 
-    def leaves_behind(self, roots: Iterable[Root], *, owner: object) -> tuple[bool, list[torch.Tensor]]:
-        """Return whether backward reaches a model, and the leaves of no model that it reaches.
+    def _reach_of(self, roots: Sequence[Root]) -> _Reach:
+        """Return what a pass reaches, by a search that skips models if it finds all leaves."""
+        reach = self.leaves_behind(roots, owner=self)
+        # Under fsdp, the gathered parameters of a model are behind its marks.
+        if not reach.has_model or self._has_shards or self._marks is _Marks.COMPLETE:
+            return reach
+        whole_reach = self.leaves_behind(roots, owner=None)
+        if self._marks is _Marks.UNCHECKED:
+            self._marks = _Marks.INCOMPLETE
+            if len(reach.leaves_of_no_model) == len(whole_reach.leaves_of_no_model):
+                self._marks = _Marks.COMPLETE
+        return _Reach(has_model=True, leaves_of_no_model=whole_reach.leaves_of_no_model)
 
-        The search skips models whose outputs have marks of the owner.
+    def leaves_behind(self, roots: Iterable[Root], *, owner: object) -> _Reach:
+        """Return what a backward pass from some roots reaches.
+
+        Args:
+            roots: where the pass starts.
+            owner: the search skips models whose outputs have marks of it; None: no model.
         """
-        is_reached, others = False, []
+        has_model = False
+        leaves_of_no_model: list[torch.Tensor] = []
         for node in nodes_behind(map(node_of, roots), owner=owner):
-            leaf: Any = None if node.next_functions else getattr(node, "variable", None)
-            # A DTensor is the shard of a model in the block.
-            is_known = self._owners.get(id(leaf)) is not None or hasattr(leaf, "full_tensor")
-            if is_known or self in marks_of(node) or node.name() == "CheckpointFunctionBackward":
-                is_reached = True
+            leaf: Any = None
+            if not node.next_functions:
+                leaf = getattr(node, "variable", None)
+            # A reentrant checkpoint hides the graph of its function.
+            hides_graph = node.name() == "CheckpointFunctionBackward"
+            if self._is_of_model(leaf) or self in marks_of(node) or hides_graph:
+                has_model = True
             elif leaf is not None:
-                others.append(leaf)
-        return is_reached, others
+                leaves_of_no_model.append(leaf)
+        return _Reach(has_model, leaves_of_no_model)
+
+    def _is_of_model(self, leaf: Any) -> bool:
+        # A DTensor is the shard of a model in the block.
+        return self._owner_by_id.get(id(leaf)) is not None or hasattr(leaf, "full_tensor")
 
     def _unscale(self, factor: float) -> torch.Tensor:
-        """Unscale the gradients of all leaves; return their flags, 1 for inf or nan."""
+        """Multiply the gradients of all leaves by a factor.
+
+        Args:
+            factor: 1 divided by the scale.
+
+        Returns:
+            The flag of each owner in `_leaves`, in that order: shape (owners,), on `_device`.
+        """
         flags = []
         for leaves in self._leaves.values():
-            found = torch.zeros((), device=self._device)
+            flag = torch.zeros((), device=self._device)
             for (device, _), gradients in _gradients(leaves).items():
-                one = torch.zeros((), device=device)
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, one, torch.full((), factor, device=device))
-                found = torch.maximum(found, one.to(self._device))
-            flags.append(found)
+                flag_there = torch.zeros((), device=device)
+                factor_there = torch.full((), factor, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    gradients, flag_there, factor_there
+                )
+                flag = torch.maximum(flag, flag_there.to(self._device))
+            flags.append(flag)
         return torch.stack(flags)
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Skip the step of an optimizer whose models have inf or nan; a hook of torch_patches.step.
+    ) -> StepArguments | None:
+        """Skip the step of an optimizer whose models have inf or nan; a hook before steps.
+
+        A fused optimizer skips the step itself, by a tensor on the device, so that nothing waits.
+
+        Returns:
+            Arguments of a step that changes nothing; None: the step is made as it is.
 
         Raises:
-            ConfigError: a step that needs gradients before they are unscaled.
+            ConfigError: the step needs gradients before they are unscaled.
         """
-        keys = {self._owners[id(each)] for each in parameters_of(optimizer) if id(each) in self._owners}
-        if not keys:
+        owners = set()
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in self._owner_by_id:
+                owners.add(self._owner_by_id[id(parameter)])
+        if not owners:
             return None
-        name = f"{type(optimizer).__name__}.step"
-        if is_in_backward():
-            why = "gradients are unscaled, and checked for inf, when backward has ended"
-            raise not_scaled(f"{name}() inside backward", why, "call it after backward(), or ")
-        if any(each is not None for each in (*args[1:2], kwargs.get("closure"))):
-            why = "the step uses the gradients of several passes before they can be checked for inf"
-            raise not_scaled(f"{name}(closure)", why, "call backward before step(), or ")
-        self._stepped, self._has_optimizer = keys | (self._stepped or set()), True
+        _refuse_step(f"{type(optimizer).__name__}.step", args, kwargs)
+        self._has_stepped = True
+        self._has_optimizer = True
+        self._uncounted |= owners
         if _reads_found_inf(optimizer):
-            flags = [torch.zeros((), device=self._device), *(self._flags[key] for key in keys & self._flags.keys())]
-            vars(optimizer)["found_inf"] = torch.stack(flags).amax()
-        elif self._has_inf(keys):
+            vars(optimizer)["found_inf"] = self._flags.on_device(owners, self._device)
+            return None
+        if self._flags.have_inf(owners):
             return (_without_parameters(optimizer), *args[1:]), kwargs
         return None
 
-    def _has_inf(self, keys: Collection[Any]) -> bool:
-        flags = zip(self._flags, self._on_host.read().tolist(), strict=True)
-        return any(flag for key, flag in flags if key in keys)
-
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Remove what `before_step` has set; a hook of torch_patches.step."""
+        """Remove what `before_step` has set; a hook after steps."""
         vars(optimizer).pop("found_inf", None)
 
     def updated_scale(self) -> LossScale:
         """Return the scale, updated if an optimizer has stepped since the latest update."""
-        if self._stepped:
-            self._scale.update(has_inf=self._has_inf(self._stepped))
-            self._stepped = set()
+        if self._uncounted:
+            self._scale.update(has_inf=self._flags.have_inf(self._uncounted))
+            self._uncounted = set()
         return self._scale
 
     def _end_iteration(self) -> None:
-        """Find out why no optimizer has stepped after a backward pass with inf."""
-        if self._stepped is None and self._has_inf(self._parameters):
-            leaves = [each for each in chain.from_iterable(self._parameters.values()) if each.requires_grad]
-            if not self._has_optimizer and not all(bool(each.isfinite().all()) for each in leaves):
-                why = "gradients had inf or nan, and now the weights have; only steps of optimizers can be skipped"
-                raise not_scaled("an update of weights without an optimizer", why, "use one of torch.optim, or ")
-            if not _gradients(leaves):  # dropped, as by a loop that checks them itself
-                self._scale.update(has_inf=True)
+        """Find out why no optimizer has stepped after a backward pass with inf.
+
+        Raises:
+            ConfigError: the user has updated the weights without an optimizer.
+        """
+        if self._has_stepped or not self._flags.have_inf(self._parameters):
+            return
+        parameters = chain.from_iterable(self._parameters.values())
+        leaves = [parameter for parameter in parameters if parameter.requires_grad]
+        if not self._has_optimizer and not all(map(_is_finite, leaves)):
+            raise not_scaled(
+                "an update of weights without an optimizer",
+                "gradients had inf or nan, and now the weights have; "
+                "only steps of optimizers can be skipped",
+                "use one of torch.optim, or ",
+            )
+        if not _gradients(leaves):
+            # The loop has dropped them: it checks gradients itself.
+            self._scale.update(has_inf=True)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())
 
 
 def _gradients(leaves: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
-    """Return the values of the gradients of this rank by device and dtype, as the kernels take them."""
-    found = defaultdict[Any, list[torch.Tensor]](list)
+    """Return the values of this rank's gradients by (device, dtype).
+
+    torch's `_foreach` functions and the kernel that unscales need lists of one device and dtype.
+    """
+    gradients: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for leaf in leaves:
         values: Any = leaf.grad
         if values is None:
@@ -230,29 +387,75 @@ def _gradients(leaves: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
             values = values._values()
         elif type(values) is not torch.Tensor and hasattr(values, "full_tensor"):
             values = values.to_local()
-        found[values.device, values.dtype].append(values)
-    return found
+        gradients[values.device, values.dtype].append(values)
+    return gradients
 
 
-def _refuse(each: Pass) -> None:
-    """Refuse a backward pass that cannot be scaled."""
+def _refuse(backward_pass: Pass) -> None:
+    """Refuse a backward pass that cannot be scaled.
+
+    Raises:
+        ConfigError: it is captured, makes a graph of its own, or has inputs that are no leaves.
+    """
     if is_capturing():
-        raise not_scaled("a CUDA graph", "it would replay one decision whether to skip the step", "do not capture, or ")
-    if each.options["create_graph"]:
-        raise not_scaled("backward(create_graph=True)", "gradients are unscaled in place, outside of the graph")
-    if not all(getattr(one, "is_leaf", False) for one in each.options["inputs"] or ()):
-        raise not_scaled("backward(inputs=) of a tensor that is not a leaf", "the gradients of leaves are unscaled")
+        raise not_scaled(
+            "a CUDA graph",
+            "it would replay one decision whether to skip the step",
+            "do not capture, or ",
+        )
+    if backward_pass.options["create_graph"]:
+        raise not_scaled(
+            "backward(create_graph=True)",
+            "gradients are unscaled in place, outside of the graph",
+        )
+    for tensor in backward_pass.options["inputs"] or ():
+        if not getattr(tensor, "is_leaf", False):
+            raise not_scaled(
+                "backward(inputs=) of a tensor that is not a leaf",
+                "the gradients of leaves are unscaled",
+            )
+
+
+def _refuse_step(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a step that needs gradients before they are unscaled.
+
+    Args:
+        name: of the optimizer's method.
+        args: arguments of the step, the optimizer among them.
+        kwargs: keyword arguments of the step.
+
+    Raises:
+        ConfigError: it is called inside backward, or has a closure.
+    """
+    if is_in_backward():
+        raise not_scaled(
+            f"{name}() inside backward",
+            "gradients are unscaled, and checked for inf, when backward has ended",
+            "call it after backward(), or ",
+        )
+    positional = args[1] if len(args) > 1 else None
+    if positional is not None or kwargs.get("closure") is not None:
+        raise not_scaled(
+            f"{name}(closure)",
+            "the step uses the gradients of several passes before they can be checked for inf",
+            "call backward before step(), or ",
+        )
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels read `found_inf` on the device, as torch's fused optimizers do."""
+    """Whether an optimizer's kernels read `found_inf` on the device, as torch's fused ones do."""
     is_supported = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return is_supported and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer whose step changes nothing; schedulers count it, the state stays."""
-    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    copied.__dict__.update({**optimizer.__dict__, "param_groups": groups, "state": defaultdict(dict)})
-    return copied
+    """Return a copy of an optimizer whose step changes nothing.
+
+    Schedulers count its step, and the state of the optimizer stays as it is.
+    """
+    empty: torch.optim.Optimizer = object.__new__(type(optimizer))
+    attributes = vars(empty)
+    attributes.update(vars(optimizer))
+    attributes["param_groups"] = [{**group, "params": []} for group in optimizer.param_groups]
+    attributes["state"] = defaultdict(dict)
+    return empty

@@ -1,7 +1,12 @@
-"""The native engine of mixed precision: torch.autocast in the forward of the models, loss scaling for fp16.
+"""The native engine of mixed precision: torch.autocast in forward, loss scaling for fp16.
 
-model(x)    autocast is entered, the user's forward runs, autocast is left; outputs are cast to fp32
-the loss    is computed in fp32, or under an autocast of the user's own
+model(x)        route: autocast is entered
+                └── the engine, which may call several replicas in threads of their own
+                      └── forward: autocast is entered in this thread, weights are cast (O2)
+                route: autocast is left, and outputs are cast to fp32
+the loss        is computed in fp32, or under an autocast of the user's own
+backward        begins at the marked outputs: weights are cast again for checkpoints (O2), and
+                a pass without loss scaling is refused (fp16)
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing_extensions import override
 
 from parallelize.gradients.autograd_graph import marks_of, nodes_behind
 from parallelize.plugins.base import Amp, PrecisionRequest, Session
-from parallelize.precision.levels import LeveledPrecision
+from parallelize.precision.levels import LeveledPrecision, LevelRow
 from parallelize.precision.loss_scaling import LossScaling, not_scaled
 from parallelize.precision.weight_casting import HalfWeights, exempt_modules, stored_in_half
 from parallelize.run.containers import leaves, map_leaves
@@ -26,9 +31,6 @@ from parallelize.torch_patches.module_tensors import all_named_parameters
 from parallelize.torch_patches.scaled_gradients import before_grad_scaler, refusing_tensor_hooks
 from parallelize.torch_patches.step import AfterStep, BeforeStep, after_step, before_step
 
-__all__ = ["NativePrecision", "NativeSession"]
-
-_UNCHANGED = contextlib.nullcontext()
 _IS_SCALED = "in backward, gradients are multiplied by the loss scale"
 
 
@@ -50,39 +52,55 @@ class NativePrecision(LeveledPrecision):
         Raises:
             ConfigError: loss scaling does not support the options, or a parameter.
         """
-        device, models = request.device, request.models
-        amp = self.resolve(request.amp, device=device, world=request.world)
-        row, has_shards = self.row_of(amp), request.shards_gradients and request.world.world_size > 1
+        amp = self.resolve(request.amp, device=request.device, world=request.world)
+        row = self.row_of(amp)
         if not row.autocast:
             yield Session()
             return
-        session = NativeSession(amp, device)
+        session = NativeSession(amp, request.device)
+        has_shards = request.shards_gradients and request.world.world_size > 1
         with contextlib.ExitStack() as stack:
             if not row.master_weights:
-                stack.enter_context(stored_in_half(models, session.dtype, request.optimizers))
-            elif row.half_weights:
-                session.weights_dtype = session.dtype
-                session.weights = None if has_shards else HalfWeights(session.dtype, exempt=session.fp32_modules)
+                stack.enter_context(
+                    stored_in_half(request.models, session.dtype, request.optimizers)
+                )
+            else:
+                session.cast_weights(row, is_cast_by_engine=has_shards)
             if row.scales_loss and amp.dtype is torch.float16:
-                _refuse_parameters(models)
-                session.scaling = _scaling_of_outer_block()  # a loss through models of two blocks is scaled once
-                if session.scaling is None:
-                    session.scaling = LossScaling(amp, device=device, has_shards=has_shards)
-                    stack.enter_context(_scaled(session.scaling))
-                stack.callback(session.scaling.set_models, (), former=models)
+                stack.enter_context(_scaling_losses(session, amp, request, has_shards=has_shards))
             stack.callback(session.bind, ())
-            session.bind(models)
+            session.bind(request.models)
             yield session
+
+
+@contextlib.contextmanager
+def _scaling_losses(
+    session: NativeSession, amp: Amp, request: PrecisionRequest, *, has_shards: bool
+) -> Iterator[None]:
+    """Scale the losses of a block, by the scaling of a block around it if that scales, too.
+
+    So a loss of models of two blocks is scaled once.
+    """
+    _refuse_parameters(request.models)
+    with contextlib.ExitStack() as stack:
+        scaling = _scaling_of_outer_block()
+        if scaling is None:
+            scaling = LossScaling(amp, device=request.device, has_shards=has_shards)
+            stack.enter_context(_scaled(scaling))
+        stack.callback(scaling.set_models, (), former=request.models)
+        session.scaling = scaling
+        yield
 
 
 def _scaling_of_outer_block() -> LossScaling | None:
     """Return the loss scaling of a block that has begun; None: there is none."""
     for model in routed_models():
         route = route_of(model)
-        if route is not None and isinstance(route.owner.session, NativeSession):
-            scaling = route.owner.session.scaling
-            if scaling is not None:
-                return scaling
+        if route is None or not isinstance(route.owner.session, NativeSession):
+            continue
+        scaling = route.owner.session.scaling
+        if scaling is not None:
+            return scaling
     return None
 
 
@@ -94,17 +112,32 @@ class NativeSession(Session):
         device: the first device of this process.
 
     Attributes:
+        dtype: the half-precision dtype.
         weights: casts weights in forward (O2); None: no casts.
         scaling: loss scaling of this block, or of the block around it; None: no loss scaling.
     """
 
-    weights: HalfWeights | None = None
-    scaling: LossScaling | None = None
-
     def __init__(self, amp: Amp, device: torch.device) -> None:
-        self.communication_dtype, self.fp32_modules = amp.communication_dtype, exempt_modules(device.type)
+        self.communication_dtype = amp.communication_dtype
+        self.fp32_modules = exempt_modules(device.type)
         self.dtype: Any = amp.dtype
-        self._kind, self._outputs = device.type, amp.outputs
+        self.weights: HalfWeights | None = None
+        self.scaling: LossScaling | None = None
+        self._device_type = device.type
+        self._outputs = amp.outputs
+
+    def cast_weights(self, row: LevelRow, *, is_cast_by_engine: bool) -> None:
+        """Compute with half-precision casts of the weights, if the level does.
+
+        Args:
+            row: of the level.
+            is_cast_by_engine: whether the engine casts the shards that it gathers.
+        """
+        if not row.half_weights:
+            return
+        self.weights_dtype = self.dtype
+        if not is_cast_by_engine:
+            self.weights = HalfWeights(self.dtype, exempt=self.fp32_modules)
 
     @override
     def bind(self, models: Sequence[nn.Module]) -> None:
@@ -116,17 +149,16 @@ class NativeSession(Session):
     @override
     def route(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward under autocast, and return what it computes in fp32."""
-        autocast = self._autocast()
-        with autocast:
+        if self._is_autocast_of_caller():
+            return call(*args, **kwargs)
+        with torch.autocast(self._device_type, self.dtype):
             outputs = call(*args, **kwargs)
-        if autocast is not _UNCHANGED:
-            outputs = self._in_fp32(outputs)
-        return outputs
+        return self._in_fp32(outputs)
 
     @property
     @override
     def mark_owner(self) -> object | None:
-        """What searches for outputs: loss scaling, of several blocks; else the session, if it casts weights."""
+        """What searches for outputs: loss scaling, of several blocks; else a session that casts."""
         if self.scaling is not None:
             return self.scaling
         return None if self.weights is None else self
@@ -135,86 +167,139 @@ class NativeSession(Session):
     def watch_outputs(self, nodes: Sequence[Any]) -> None:
         owner = self.mark_owner
         for node in nodes:
-            # That of an input, which forward has returned, has no mark.
+            # The node of an input that forward has returned has no mark.
             if owner in marks_of(node):
                 node.register_prehook(self._before_backward)
 
     @override
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward under autocast, on any thread."""
-        with self._autocast():
-            return call(*args, **kwargs) if self.weights is None else self.weights.forward(call, args, kwargs)
+        autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if not self._is_autocast_of_caller():
+            # On the thread of a replica: the autocast that `route` has entered is of another one.
+            autocast = torch.autocast(self._device_type, self.dtype)
+        with autocast:
+            if self.weights is None:
+                return call(*args, **kwargs)
+            return self.weights.forward(call, args, kwargs)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return autocast, unless it is on, or the user has disabled it around the call."""
-        if torch.is_autocast_enabled(self._kind):
-            is_unchanged = torch.get_autocast_dtype(self._kind) is self.dtype
-        else:  # in backward, torch's checkpoint has disabled it, as it was around the call
-            is_unchanged = torch.autocast_increment_nesting() > 1 and not is_in_backward()
-            torch.autocast_decrement_nesting()
-        return _UNCHANGED if is_unchanged else torch.autocast(self._kind, self.dtype)
+    def _is_autocast_of_caller(self) -> bool:
+        """Whether the caller has decided about autocast, which then stays as it is.
+
+        The caller has it on with this dtype, as `route` has around `forward`, or has disabled it
+        around the call.
+        """
+        if torch.is_autocast_enabled(self._device_type):
+            return torch.get_autocast_dtype(self._device_type) is self.dtype
+        # torch counts the autocast contexts that are open, also those with enabled=False. Only the
+        # function that opens a context returns the number.
+        nesting = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        # In backward, torch's checkpoint has disabled autocast, as it was around the call.
+        return nesting > 1 and not is_in_backward()
 
     def _in_fp32(self, outputs: Any) -> Any:
-        """Cast half-precision outputs, but not those in the graph from which a loss beside them was computed."""
-        found = [each for each in leaves(outputs) if isinstance(each, torch.Tensor)]
-        half = [each for each in found if each.dtype is self.dtype]
-        kept = [node for each in half if each.ndim and (node := each.grad_fn)]
-        if kept and self._outputs == "fp32":
-            # There is no mark to search for: the block marks what this function returns.
-            first = min(node._sequence_nr() for node in kept)  # nodes are numbered as they are made
-            losses = [each.grad_fn for each in found if not each.ndim]
-            kept = list(nodes_behind(losses, is_end=lambda node: node._sequence_nr() <= first))
-        cast = {id(each) for each in half if not each.ndim or each.grad_fn not in kept}
-        return map_leaves(lambda each: each.float() if id(each) in cast else each, outputs) if cast else outputs
+        """Cast outputs in half precision to fp32, but not those beside a loss computed from them.
+
+        These are often the largest tensors of all, such as the logits of a language model that gets
+        `labels=`, and the user hardly reads them.
+        """
+        tensors = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        half = [tensor for tensor in tensors if tensor.dtype is self.dtype]
+        kept_nodes = self._nodes_to_keep(tensors, half)
+        ids_to_cast = set()
+        for tensor in half:
+            if tensor.ndim == 0 or tensor.grad_fn not in kept_nodes:
+                ids_to_cast.add(id(tensor))
+        if not ids_to_cast:
+            return outputs
+
+        def cast(leaf: Any) -> Any:
+            return leaf.float() if id(leaf) in ids_to_cast else leaf
+
+        return map_leaves(cast, outputs)
+
+    def _nodes_to_keep(self, tensors: list[torch.Tensor], half: list[torch.Tensor]) -> set[Any]:
+        """Return nodes whose values stay in half precision.
+
+        Args:
+            tensors: outputs of a forward.
+            half: those in half precision.
+        """
+        candidates = set()
+        for tensor in half:
+            if tensor.ndim and tensor.grad_fn is not None:
+                candidates.add(tensor.grad_fn)
+        if not candidates or self._outputs != "fp32":
+            return candidates
+        # With "fp32", only those in the graph of a loss. There is no mark to search for: the block
+        # marks what this function returns. torch numbers nodes as they are made.
+        first_number = min(node._sequence_nr() for node in candidates)
+        losses = [tensor.grad_fn for tensor in tensors if tensor.ndim == 0]
+        return set(nodes_behind(losses, is_end=lambda node: node._sequence_nr() <= first_number))
 
     def _before_backward(self, _gradients: Any) -> None:
-        """Prepare a backward pass from outputs, however it was called."""
+        """Prepare a backward pass from outputs, however it was called.
+
+        Raises:
+            ConfigError: loss scaling has not seen the pass.
+        """
         if self.weights is not None:
             self.weights.recompute()
         if self.scaling is not None and not self.scaling.is_scaled:
-            why = "torch.autograd.grad, a backward() imported before the block, and one after it may underflow"
-            raise not_scaled("a backward pass that is not scaled", why, "call loss.backward() in the block, or ")
+            raise not_scaled(
+                "a backward pass that is not scaled",
+                "torch.autograd.grad, a backward() imported before the block, and one after it "
+                "may underflow",
+                "call loss.backward() in the block, or ",
+            )
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale; {} without loss scaling."""
-        return {} if self.scaling is None else dict(self.scaling.updated_scale().state)
+        if self.scaling is None:
+            return {}
+        return dict(self.scaling.updated_scale().state)
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the loss scale; an empty state, saved without loss scaling, changes nothing."""
+        """Load the state of the loss scale; an empty state, of no loss scaling, changes nothing."""
         if self.scaling is not None and state:
             self.scaling.updated_scale().state.update(state)
 
 
 @contextlib.contextmanager
 def _scaled(scaling: LossScaling) -> Iterator[None]:
-    """Scale the losses of backward passes, and refuse what would see it; until a GradScaler of the user's own does."""
+    """Scale the losses of backward passes, and refuse what would see the scale.
+
+    If a GradScaler of the user's own scales a loss of the models, this ends: the user's loop then
+    does what loss scaling needs.
+    """
     patches = contextlib.ExitStack()
 
-    def see(scaler: torch.amp.GradScaler, outputs: Any) -> None:
-        roots = [each for each in leaves(outputs) if isinstance(each, torch.Tensor)]
-        if scaler.is_enabled() and scaling.leaves_behind(roots, owner=scaling)[0]:
+    def leave_it_to(scaler: torch.amp.GradScaler, outputs: Any) -> None:
+        roots = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        if scaler.is_enabled() and scaling.leaves_behind(roots, owner=scaling).has_model:
             patches.close()
             scaling.is_scaled = True
 
-    with before_grad_scaler(see), patches:
-        for patch in (
-            subscribed(Order.SCALE, scaling.around_backward),
-            before_step(BeforeStep.SCALE, scaling.before_step),
-            after_step(AfterStep.SCALE, scaling.after_step),
-            refusing_tensor_hooks(lambda method: not_scaled(method, _IS_SCALED)),
-        ):
-            patches.enter_context(patch)
+    with before_grad_scaler(leave_it_to), patches:
+        patches.enter_context(subscribed(Order.SCALE, scaling.around_backward))
+        patches.enter_context(before_step(BeforeStep.SCALE, scaling.before_step))
+        patches.enter_context(after_step(AfterStep.SCALE, scaling.after_step))
+        patches.enter_context(refusing_tensor_hooks(lambda method: not_scaled(method, _IS_SCALED)))
         yield
 
 
 def _refuse_parameters(models: Sequence[nn.Module]) -> None:
+    """Refuse models whose gradients would underflow, or be seen scaled."""
     for model in models:
-        for name, each in all_named_parameters(model):
-            if each.dtype is torch.float16:
-                why = "its gradient has the same dtype, and unscaled gradients underflow in fp16"
-                fix = "pass the model in fp32, without .half(), or "
-                raise not_scaled(f"parameter {name!r} in {each.dtype}", why, fix)
-            if each._backward_hooks or each._post_accumulate_grad_hooks:
+        for name, parameter in all_named_parameters(model):
+            if parameter.dtype is torch.float16:
+                raise not_scaled(
+                    f"parameter {name!r} in {parameter.dtype}",
+                    "its gradient has the same dtype, and unscaled gradients underflow in fp16",
+                    "pass the model in fp32, without .half(), or ",
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise not_scaled(f"a hook on parameter {name!r}", _IS_SCALED)

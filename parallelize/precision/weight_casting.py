@@ -1,11 +1,11 @@
-"""Weights in half precision: cast for each forward (O2), or stored in half precision inside the block (O3)."""
+"""Weights in half precision: cast for each forward (O2), or stored in half in the block (O3)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,32 +17,54 @@ from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import at_end_of_backward, is_in_backward
 from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
 
-__all__ = ["HalfWeights", "cast_states", "dtypes_kept", "exempt_modules", "stored_in_half"]
-
-# Autograd runs the ready node with the largest number first. Casts are made before all other nodes: with their own
-# numbers they would run last, and no gradient would be all-reduced while backward runs.
-_FIRST = 2**62
+# Autograd runs the ready node with the largest number first. Casts are made before all other nodes:
+# with their own numbers they would run last, and no gradient would be all-reduced while backward
+# runs.
+_RUNS_FIRST = 2**62
 
 
 def exempt_modules(device_type: str) -> tuple[type[nn.Module], ...]:
     """Return the module classes that keep their weights in fp32 under O2 on a device type.
 
-    Batch norm is fp32 in O2 by definition, parametrizations compute weights in fp32, and attributes of scripted modules
-    cannot be replaced. Autocast casts the weights of these modules where an operation needs it.
+    Batch norm is fp32 in O2 by definition, parametrizations compute weights in fp32, and attributes
+    of scripted modules cannot be replaced. Autocast casts the weights of these modules where an
+    operation needs it.
     """
-    # On CPUs, these need weights and inputs of the same dtype, but autocast does not cast their inputs.
-    norms = (nn.LayerNorm, nn.GroupNorm) if device_type == "cpu" else ()
-    return (_NormBase, ParametrizationList, torch.jit.ScriptModule, *norms)
+    exempt: tuple[type[nn.Module], ...] = (_NormBase, ParametrizationList, torch.jit.ScriptModule)
+    if device_type == "cpu":
+        # On CPUs, these need weights and inputs of the same dtype, but autocast does not cast their
+        # inputs.
+        exempt += (nn.LayerNorm, nn.GroupNorm)
+    return exempt
+
+
+class _Weight(NamedTuple):
+    """Where a module has a parameter.
+
+    Args:
+        attributes: `__dict__` of the module; an entry in it hides the parameter.
+        parameters: `_parameters` of the module.
+        name: of the parameter there.
+    """
+
+    attributes: dict[str, Any]
+    parameters: dict[str, Any]
+    name: str
 
 
 class HalfWeights:
     """O2: parameters stay fp32, and modules compute with half-precision casts of them.
 
-    The parameters are the master weights, so the optimizer is unchanged. During a forward of the model, an entry in
-    the `__dict__` of each module hides the parameter behind its cast. An activation checkpoint reruns parts of the
-    forward in backward, where these entries no longer exist; there a parameter is cast when it is accessed.
+        forward              an entry in the `__dict__` of each module hides the parameter behind
+                             its cast; the entry is removed when the forward ends
+        backward             an activation checkpoint runs parts of the forward again, without these
+                             entries; there a parameter is cast when the module looks it up
+        end of backward      modules have their own `_parameters` again
 
-    Module hooks would not do: copies of the model would have them, and torch.compile does not support global hooks.
+    The parameters are the master weights, so the optimizer is unchanged.
+
+    Module hooks would not do: copies of the model would have them, and torch.compile does not
+    support global hooks.
 
     Args:
         dtype: the half-precision type.
@@ -50,68 +72,100 @@ class HalfWeights:
     """
 
     def __init__(self, dtype: torch.dtype, *, exempt: tuple[type[nn.Module], ...]) -> None:
-        self._dtype, self._exempt = dtype, exempt
-        self._weights: dict[Any, list[Any]] = {}  # by model: `__dict__` and `_parameters` of a module, and a name there
-        self._replaced: list[Any] = []  # `__dict__` and `_parameters` of modules
+        self._dtype = dtype
+        self._exempt = exempt
+        self._weights: dict[nn.Module, list[_Weight]] = {}
+        # The weights whose modules look up casts at present, by `_CastOnAccess`.
+        self._replaced: list[_Weight] = []
 
     def set_models(self, models: Sequence[nn.Module]) -> None:
         """Set the models, whose present fp32 parameters are cast in later forwards."""
         self._end_backward()
-        self._weights = {
-            model: [
-                (module.__dict__, module._parameters, name)
-                for module in filter(self._is_cast, model.modules())
-                for name, each in module._parameters.items()
-                if _is_fp32(each)
-            ]
-            for model in models
-        }
+        self._weights = {model: self._weights_of(model) for model in models}
+
+    def _weights_of(self, model: nn.Module) -> list[_Weight]:
+        weights = []
+        for module in filter(self._is_cast, model.modules()):
+            for name, parameter in module._parameters.items():
+                if _is_fp32(parameter):
+                    weights.append(_Weight(module.__dict__, module._parameters, name))
+        return weights
 
     def _is_cast(self, module: nn.Module) -> bool:
         # The backward of torch's cast does not support sparse gradients.
         return not isinstance(module, self._exempt) and not has_sparse_gradient(module)
 
-    def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of a model with casts in place of parameters; of all models if it is of none of them."""
+    def forward(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a method of a model with casts in place of parameters.
+
+        Args:
+            call: the method. If its model is none of the block's, the parameters of all models of
+                the block are cast.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
         model: Any = getattr(call, "__self__", None)
         if "_is_replica" in getattr(model, "__dict__", ()):
-            # A replica exists for this forward and its backward only; its parameters are attributes.
-            for module in filter(self._is_cast, model.modules()):
-                for name in [name for name, each in module._former_parameters.items() if _is_fp32(each)]:
-                    module.__dict__[name] = getattr(module, name).to(self._dtype)
+            self._cast_replica(model)
             return call(*args, **kwargs)
         if not is_in_backward():
-            self._end_backward()  # of one that has raised
-        weights = self._weights.get(model) or chain.from_iterable(self._weights.values())
-        added = []
+            # A backward pass that has raised did not end.
+            self._end_backward()
+        weights = self._weights.get(model)
+        if not weights:
+            weights = list(chain.from_iterable(self._weights.values()))
+        hiding: list[_Weight] = []
         try:
-            for attributes, parameters, name in weights:
-                # None: removed inside the block, as by pruning; else cast by an outer forward
-                if (weight := parameters.get(name)) is None or name in attributes:
-                    continue
-                attributes[name] = cast = weight.to(self._dtype)
-                added.append((attributes, name))
-                if (node := cast.grad_fn) is not None:
-                    node._set_sequence_nr(_FIRST)
+            # If a cast runs out of memory, the list has the weights before it.
+            hiding.extend(filter(self._hide_behind_cast, weights))
             return call(*args, **kwargs)
         finally:
-            for attributes, name in added:
+            for attributes, _, name in hiding:
                 attributes.pop(name, None)
 
+    def _cast_replica(self, replica: Any) -> None:
+        """Cast the parameters of a replica of DataParallel.
+
+        The replica exists for this forward and its backward only, and its parameters are
+        attributes.
+        """
+        for module in filter(self._is_cast, replica.modules()):
+            for name, parameter in module._former_parameters.items():
+                if _is_fp32(parameter):
+                    module.__dict__[name] = getattr(module, name).to(self._dtype)
+
+    def _hide_behind_cast(self, weight: _Weight) -> bool:
+        """Hide a parameter behind its cast; return whether there is a new cast."""
+        attributes, parameters, name = weight
+        parameter = parameters.get(name)
+        # None: it was removed inside the block, as by pruning. In `__dict__`: an outer forward has
+        # cast it.
+        if parameter is None or name in attributes:
+            return False
+        cast = parameter.to(self._dtype)
+        attributes[name] = cast
+        if cast.grad_fn is not None:
+            cast.grad_fn._set_sequence_nr(_RUNS_FIRST)
+        return True
+
     def recompute(self) -> None:
-        """Cast parameters on access until the running backward pass ends."""
+        """Cast parameters when they are looked up, until the running backward pass ends."""
         if self._replaced:
             return
-        for attributes, parameters, _ in chain.from_iterable(self._weights.values()):
-            if attributes["_parameters"] is parameters:
-                self._replaced.append((attributes, parameters))
-                attributes["_parameters"] = replacement = _CastOnAccess(parameters)
+        for weight in chain.from_iterable(self._weights.values()):
+            # Only once for each module, which may have several weights.
+            if weight.attributes["_parameters"] is weight.parameters:
+                self._replaced.append(weight)
+                replacement = _CastOnAccess(weight.parameters)
                 replacement.dtype = self._dtype
+                weight.attributes["_parameters"] = replacement
         at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        for attributes, parameters in self._replaced:
-            attributes["_parameters"] = parameters
+        for weight in self._replaced:
+            weight.attributes["_parameters"] = weight.parameters
         self._replaced = []
 
 
@@ -120,66 +174,94 @@ def _is_fp32(parameter: Any) -> bool:
 
 
 class _CastOnAccess(dict[str, Any]):
-    """Replacement for a module's `_parameters`: looking up a name returns a cast, iterating yields the originals."""
+    """Replacement for a module's `_parameters`.
+
+    Looking up a name returns a cast, iterating yields the originals.
+
+    Attributes:
+        dtype: of the casts.
+    """
 
     dtype: torch.dtype
 
     def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        # Hooks of the user run in backward with grad mode off; they get the parameter itself, with its gradient.
+        parameter = super().__getitem__(name)
+        # Hooks of the user run in backward with grad mode off; they get the parameter itself, with
+        # its gradient.
         is_recomputed = is_in_backward() and torch.is_grad_enabled()
-        return value.to(self.dtype) if is_recomputed and _is_fp32(value) else value
+        if is_recomputed and _is_fp32(parameter):
+            return parameter.to(self.dtype)
+        return parameter
 
 
 @contextlib.contextmanager
 def stored_in_half(
     models: Sequence[nn.Module], dtype: torch.dtype, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """O3: store parameters, buffers and the state of optimizers in half precision; the objects stay the same."""
+    """O3: store parameters, buffers and the state of optimizers in half; the objects stay."""
     with dtypes_kept(models, optimizers):
-        for each in _floating_point_tensors(models).values():
-            _cast(each, dtype)
+        for tensor in _floating_point_tensors(models).values():
+            _cast_in_place(tensor, dtype)
         cast_states(models, optimizers)
         yield
 
 
 @contextlib.contextmanager
-def dtypes_kept(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Give the parameters, buffers and the state of optimizers their dtypes back when the context ends."""
-    dtypes = {name: each.dtype for name, each in _floating_point_tensors(models).items()}
+def dtypes_kept(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[None]:
+    """Give parameters, buffers and the state of optimizers their dtypes back at the end."""
+    dtypes = {}
+    for key, tensor in _floating_point_tensors(models).items():
+        dtypes[key] = tensor.dtype
     try:
         yield
     finally:
-        for name, each in _floating_point_tensors(models).items():
-            _cast(each, dtypes.get(name, each.dtype))
+        for key, tensor in _floating_point_tensors(models).items():
+            # A tensor that was added in the context keeps its dtype.
+            if key in dtypes:
+                _cast_in_place(tensor, dtypes[key])
         cast_states(models, optimizers)
 
 
 @torch.no_grad()
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype is dtype or hasattr(tensor, "full_tensor"):  # sharded: a block has ended with an exception
+def _cast_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Give a tensor another dtype, and its gradient, too."""
+    # A tensor that is still sharded belongs to a block that has ended with an exception.
+    if tensor.dtype is dtype or hasattr(tensor, "full_tensor"):
         return
-    gradient, tensor.grad = tensor.grad, None
+    # torch refuses data of another dtype than that of the gradient.
+    gradient = tensor.grad
+    tensor.grad = None
     tensor.data = tensor.data.to(dtype)
-    tensor.grad = None if gradient is None else gradient.to(dtype)
+    if gradient is not None:
+        tensor.grad = gradient.to(dtype)
 
 
 def _floating_point_tensors(models: Sequence[nn.Module]) -> dict[tuple[int, str], torch.Tensor]:
-    """Return the floating-point parameters and buffers of models, by number of the model and name."""
-    return {
-        (number, name): each
-        for number, model in enumerate(models)
-        for name, each in (*all_named_parameters(model), *all_named_buffers(model))
-        if each.is_floating_point()
-    }
+    """Return (number of the model, name) -> parameter or buffer, of floating-point numbers."""
+    tensors: dict[tuple[int, str], torch.Tensor] = {}
+    for number, model in enumerate(models):
+        for name, tensor in chain(all_named_parameters(model), all_named_buffers(model)):
+            if tensor.is_floating_point():
+                tensors[number, name] = tensor
+    return tensors
 
 
 def cast_states(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Cast the state per parameter to the dtype of the parameter; step counters stay."""
     parameters = chain.from_iterable(map(nn.Module.parameters, models))
-    states = [each.state.items() for each in live_optimizers(parameters, also=optimizers)]
-    for parameter, values in chain.from_iterable(states):
-        for key, value in values.items() if isinstance(values, dict) else ():
-            is_alike = isinstance(value, torch.Tensor) and value.shape == getattr(parameter, "shape", None)
-            if is_alike and value.is_floating_point() and key != "step":
-                values[key] = value.to(parameter.dtype)
+    for optimizer in live_optimizers(parameters, also=optimizers):
+        for parameter, values in optimizer.state.items():
+            if isinstance(values, dict):
+                _cast_values(values, parameter)
+
+
+def _cast_values(values: dict[str, Any], parameter: Any) -> None:
+    """Cast the tensors in an optimizer's state of one parameter to the dtype of the parameter."""
+    shape = getattr(parameter, "shape", None)
+    for name, value in values.items():
+        if name == "step" or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape == shape and value.is_floating_point():
+            values[name] = value.to(parameter.dtype)
