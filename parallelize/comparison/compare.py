@@ -328,16 +328,19 @@ def _amp_difference(
 
 
 def signed_means(value: Any) -> torch.Tensor:
-    """Return the means of a tensor's parts on the CPU, in its dtype.
+    """Return the means of a tensor's parts on the CPU, in its dtype, or that of its real numbers.
 
     Each element has a sign, drawn for its index: without signs, errors of opposite signs in one
     part would cancel. If the tensor is sharded, this is a collective.
     """
-    flat = value.detach().to_dense().cpu().double().reshape(1, -1)
+    numbers = value.detach().to_dense().cpu()
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers.resolve_conj())
+    flat = numbers.double().reshape(1, -1)
     signs = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).sign()
     means = torch.adaptive_avg_pool1d(flat * signs, min(flat.numel(), _PARTS))
     finite = means.nan_to_num(nan=_NOT_FINITE, posinf=_NOT_FINITE, neginf=-_NOT_FINITE)
-    return finite.to(value.dtype)
+    return finite.to(numbers.dtype)
 
 
 class _EndOfRecording(BaseException):

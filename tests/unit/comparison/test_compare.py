@@ -65,3 +65,12 @@ def test_tensors_that_overflow_alike_are_equal(value: float) -> None:
     """Of two runs that diverge in the same step, neither is wrong."""
     assert difference(torch.tensor([value, 1.0]), torch.tensor([value, 1.0])) == 0
     assert difference(torch.tensor([value, 1.0]), torch.ones(2)) > 1
+
+
+def test_imaginary_parts_are_compared() -> None:
+    """A complex parameter has real numbers twice as many as its elements, of the precision of its dtype."""
+    value = torch.randn(8, dtype=torch.complex64)
+    assert difference(value, value.clone()) == 0
+    assert difference(value, value.conj()) > 0.1
+    assert signed_means(value).dtype is torch.float32
+    assert signed_means(value).numel() == 16
