@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,27 @@ _MESSAGE_BYTES = 16 * _MIB
 _REPETITIONS = 5
 
 _Environ = Mapping[str, str]
+
+
+class Extra(NamedTuple):
+    """Optional packages that pip installs by `parallelize[name]`.
+
+    Args:
+        name: of the extra.
+        library: the package.
+        purpose: what needs it.
+    """
+
+    name: str
+    library: str
+    purpose: str
+
+
+EXTRAS = (
+    Extra("ray", "ray", "launcher='ray' runs calls on Ray"),
+    Extra("safetensors", "safetensors", "save and load use it for files that end in .safetensors"),
+    Extra("examples", "scikit-learn", "some of the examples take their data from it"),
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +124,7 @@ def diagnose(environ: _Environ, *, as_json: bool) -> int:
         The exit code: 1 if there is a fault, else 0.
     """
     findings: list[Finding] = []
-    for check in (versions, gpus, addresses, memory, variables, all_reduce):
+    for check in (versions, libraries, gpus, addresses, memory, variables, all_reduce):
         for finding in _findings_of(check, environ):
             findings.append(finding)
             if not as_json:
@@ -152,6 +174,22 @@ def versions(_environ: _Environ) -> Iterator[Finding]:
     yield Finding(
         "ok", f"parallelize {__version__}, torch {torch.__version__} for {build}, {system}"
     )
+
+
+def libraries(_environ: _Environ) -> Iterator[Finding]:
+    """Yield the versions of optional packages, and how to install those that are missing."""
+    for extra in EXTRAS:
+        try:
+            version = importlib.metadata.version(extra.library)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(
+                "ok",
+                f"{extra.library} is not installed",
+                extra.purpose,
+                f"pip install 'parallelize[{extra.name}]'",
+            )
+        else:
+            yield Finding("ok", f"{extra.library} {version}")
 
 
 def gpus(environ: _Environ) -> Iterator[Finding]:
@@ -246,30 +284,50 @@ def addresses(environ: _Environ) -> Iterator[Finding]:
 
 def memory(_environ: _Environ) -> Iterator[Finding]:
     """Yield the space in /dev/shm and in the temporary folder."""
-    yield _space(
-        _SHARED_MEMORY,
+    shared_memory = _Space.in_folder(_SHARED_MEMORY)
+    fix = "delete stale files in it"
+    if shared_memory.total_bytes < _LOW_SHARED_MEMORY_BYTES:
+        fix = "start the container with --shm-size=8g (or --ipc=host)"
+    yield shared_memory.finding(
         _LOW_SHARED_MEMORY_BYTES,
-        why="DataLoader workers and NCCL send data through it: "
-        "a process is killed by SIGBUS when it is full",
-        fix="start the container with --shm-size=8g (or --ipc=host); else delete stale files in it",
+        why="DataLoader workers and NCCL send data through it, "
+        "and a process is killed by SIGBUS when it is full",
+        fix=fix,
     )
-    yield _space(
-        tempfile.gettempdir(),
+    yield _Space.in_folder(tempfile.gettempdir()).finding(
         _LOW_TEMPORARY_BYTES,
         why="the arguments and results of a call, models included, are written there",
         fix="free some space, or export TMPDIR=<a folder on a larger disk>",
     )
 
 
-def _space(folder: str, needed_bytes: int, *, why: str, fix: str) -> Finding:
-    """Return a fact about a folder's free space, or a warning if calls may need more."""
-    free_bytes = 0
-    if Path(folder).is_dir():
-        free_bytes = shutil.disk_usage(folder).free
-    text = f"{free_bytes // _MIB} MiB free in {folder}"
-    if free_bytes < needed_bytes:
-        return Finding("warning", text, why, fix)
-    return Finding("ok", text)
+class _Space(NamedTuple):
+    """The space of the file system of a folder; 0 bytes if there is no such folder."""
+
+    folder: str
+    free_bytes: int
+    total_bytes: int
+
+    @classmethod
+    def in_folder(cls, folder: str) -> _Space:
+        """Ask for the space of a folder."""
+        if not Path(folder).is_dir():
+            return cls(folder, 0, 0)
+        usage = shutil.disk_usage(folder)
+        return cls(folder, usage.free, usage.total)
+
+    def finding(self, needed_bytes: int, *, why: str, fix: str) -> Finding:
+        """Return a fact about the free space, or a warning if calls may need more.
+
+        Args:
+            needed_bytes: free space that most programs can do with.
+            why: what needs the space.
+            fix: what to do if there is less.
+        """
+        text = f"{self.folder}: {self.free_bytes:,} of {self.total_bytes:,} bytes free"
+        if self.free_bytes >= needed_bytes:
+            return Finding("ok", text)
+        return Finding("warning", text, f"less than {needed_bytes:,}: {why}", fix)
 
 
 def variables(environ: _Environ) -> Iterator[Finding]:

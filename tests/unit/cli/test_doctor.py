@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -150,3 +153,46 @@ def test_arguments(arguments: list[str], code: int, message: str, capfd: pytest.
         main(arguments)
     assert caught.value.code == code
     assert message in "".join(capfd.readouterr())
+
+
+def test_a_small_shared_memory_is_told_from_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its size in bytes, what needs the space, and its own remedy."""
+    sizes = {"/dev/shm": shutil._ntuple_diskusage(67_108_864, 4096, 67_104_768)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: sizes.get(path, sizes["/dev/shm"]))
+    small = next(doctor.memory({}))
+    assert small.status == "warning"
+    assert "/dev/shm: 67,104,768 of 67,108,864 bytes free" in small.what
+    assert "536,870,912" in small.why
+    assert "DataLoader" in small.why
+    assert "--shm-size" in small.fix
+    assert "delete" not in small.fix
+    sizes["/dev/shm"] = shutil._ntuple_diskusage(8 << 30, 8 << 30, 0)
+    full = next(doctor.memory({}))
+    assert "/dev/shm: 0 of 8,589,934,592 bytes free" in full.what
+    assert "delete" in full.fix
+    sizes["/dev/shm"] = shutil._ntuple_diskusage(8 << 30, 0, 8 << 30)
+    assert next(doctor.memory({})).status == "ok"
+
+
+def test_optional_libraries_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is missing is no problem: what needs it is said, and the command that installs it."""
+    installed = {"ray": "2.40.0"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = {each.what: each for each in doctor.libraries({})}
+    assert {each.status for each in found.values()} == {"ok"}
+    assert found["ray 2.40.0"].fix == ""
+    assert ".safetensors" in found["safetensors is not installed"].why
+    assert found["safetensors is not installed"].fix == "pip install 'parallelize[safetensors]'"
+
+
+def test_each_extra_for_users_is_asked_for() -> None:
+    """The check knows the extras of pyproject.toml, but those for developers."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys() - {"test", "integrations", "dev"}
+    assert {extra.name for extra in doctor.EXTRAS} == extras
