@@ -32,6 +32,16 @@ from parallelize.torch_patches.clipping import clipping_instead
 from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.step import parameters_of
 
+# The last tag of Apex with `apex.amp`: the next one, 25.07, has none. The options build the kernels
+# that `scale_loss` and the masters use, as Apex's README says.
+_LAST_WITH_AMP = "25.05"
+_BUILD = (
+    f"git clone --branch {_LAST_WITH_AMP} https://github.com/NVIDIA/apex && "
+    "pip install -v --no-cache-dir --no-build-isolation "
+    "--config-settings '--build-option=--cpp_ext' --config-settings '--build-option=--cuda_ext' "
+    "./apex"
+)
+
 # Attributes of an optimizer that have the result of the training.
 _TRAINED = ("param_groups", "state", "defaults")
 
@@ -145,7 +155,7 @@ def _missing_apex(fault: str, why: str) -> MissingDependencyError:
         fault,
         why=why,
         fix="use amp_engine='native', which has the same levels; "
-        "or build an Apex from before 2025 from its sources",
+        f"or build {_LAST_WITH_AMP}, the last Apex that has it: {_BUILD}",
     )
 
 

@@ -123,3 +123,4 @@ def test_an_apex_without_amp_is_explained(monkeypatch: pytest.MonkeyPatch, modul
     (fault,) = caught.value.faults
     assert re.search(why, fault.why)
     assert "amp_engine='native'" in fault.fix
+    assert "git clone --branch 25.05 https://github.com/NVIDIA/apex && pip install" in fault.fix
