@@ -131,7 +131,7 @@ ROOMS: Mapping[str, int] = {
 # so that they need no __all__. The goal is all rooms.
 PLAIN_ROOMS = frozenset(
     {
-        *("", "agreement", "block", "call", "cli", "cluster", "comparison", "config", "data", "gradients"),
+        *("", "agreement", "block", "call", "checkpoint", "cli", "cluster", "comparison", "config", "data", "gradients"),
         *("launchers", "plugins", "precision", "run", "torch_patches", "worker"),
     }
 )

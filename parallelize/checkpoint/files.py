@@ -1,14 +1,15 @@
-"""Files of checkpoints: those that people write with torch.save, with a record of this library beside the states.
+"""Files of checkpoints: those of torch.save, with a record of this library beside the states.
 
     {"model": {...}, "optimizer": {...}, "epoch": 3, "_parallelize": {"format": 2, ...}}
 
     .last.pt.<host>.<token>.tmp    written by rank 0 for this save alone, locked, and fsynced
     last.pt                        the same file after a rename
 
-A run killed at any moment leaves the old file or the new one, and perhaps a temporary one, which the
-next save of this path removes. Of two runs that save one path, each save is one whole file.
+A run killed at any moment leaves the old file or the new one, and perhaps a temporary one, which
+the next save of this path removes. Of two runs that save one path, each save is one whole file.
 
-The zip format of torch.save has a CRC-32 of each entry. torch.load does not look at it: `crcs` does.
+The zip format of torch.save has a CRC-32 of each entry. torch.load does not look at it:
+`zip_checksum` does.
 """
 
 from __future__ import annotations
@@ -29,60 +30,56 @@ from typing import IO, Any
 import torch
 
 from parallelize.call.pickling import cause_of
-from parallelize.checkpoint.record import check_record
+from parallelize.checkpoint.record import RECORD, check_record
 from parallelize.errors import ConfigError, MissingDependencyError, ParallelizeError
 from parallelize.torch_patches.whole_file import TemporaryFile, fsync, temporary_file
 
-__all__ = [
-    "MAIN_FILE",
-    "RECORD",
-    "SAFETENSORS",
-    "SHARD_PREFIX",
-    "Checkpoint",
-    "crcs",
-    "new_shard_folder",
-    "read",
-    "reading",
-    "remove",
-    "replace",
-    "write",
-    "write_error",
-    "writing",
-]
+MAIN_FILE = "checkpoint.pt"
+"""In the folder of a sharded checkpoint: the states, and the record, which names the shards."""
 
-MAIN_FILE = "checkpoint.pt"  # in the folder of a sharded checkpoint: the record, and which folder has the shards
-SHARD_PREFIX = "parts-"  # begin of that folder's name, another one for each save
-RECORD = "_parallelize"
+SHARD_PREFIX = "parts-"
+"""Beginning of the name of the folder of shards, which has another name for each save."""
+
 SAFETENSORS = ".safetensors"
-_MAX_READS = 100  # of a file that another run replaces meanwhile
+_MAX_READS = 100
+"""How often a file is read that another run replaces meanwhile."""
+
+
+def _without_shards(part: Any, _targets: Mapping[int, Any]) -> Any:
+    return part
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint, by the user's names."""
+    """The content of a checkpoint, by the user's names.
+
+    Args:
+        states: the states; a meta tensor stands for a tensor in the shards.
+        record: what `save` recorded; {} in a file of another program.
+        digest: equal for equal files; "" for a file without checksums.
+        fill: returns a part of the states with tensors in place of meta tensors. The second
+            argument: id of a meta tensor -> the DTensor whose shard of this rank takes its place.
+    """
 
     states: dict[str, Any]
-    """The states; a meta tensor stands for a tensor in the shards."""
     record: dict[str, Any]
-    """What `save` recorded; {} in a file of another program."""
     digest: str = ""
-    """Equal for equal files."""
-    fill: Callable[[Any, Mapping[int, Any]], Any] = lambda part, _targets: part
-    """Returns a part of the states with tensors in place of meta tensors; of some, by their ids, there are DTensors."""
+    fill: Callable[[Any, Mapping[int, Any]], Any] = _without_shards
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file, or what a link points to, by one of a dictionary that is written beside it."""
+    """Replace a file, or what a link points to, by one that is written beside it."""
     target = path.resolve()
-    if target.exists() and not target.is_file():  # such as /dev/null
+    # Such as /dev/null.
+    if target.exists() and not target.is_file():
         raise write_error(path, "it is not a file, and must not be replaced")
     with writing(path):
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary_file(target) as temporary:
-            replace(temporary, content)
+            write_and_replace(temporary, content)
 
 
-def replace(temporary: TemporaryFile, content: dict[str, Any]) -> None:
+def write_and_replace(temporary: TemporaryFile, content: dict[str, Any]) -> None:
     """Write a dictionary to a temporary file, flush it to disk, and let it replace its target."""
     target = temporary.target
     if target.suffix == SAFETENSORS:
@@ -90,7 +87,7 @@ def replace(temporary: TemporaryFile, content: dict[str, Any]) -> None:
         # Hugging Face requires the metadata.
         _safetensors().torch.save_file(tensors, temporary.path, {"format": "pt"})
     else:
-        # Given a path, torch.save stores the name of the file in the file.
+        # Given a path, torch.save would store the name of the temporary file in the file.
         torch.save(content, temporary.file)
         temporary.file.flush()
     fsync(temporary.path)
@@ -109,69 +106,96 @@ def writing(path: Path) -> Iterator[None]:
         raise write_error(path, cause_of(exc)) from exc
 
 
+def write_error(path: Path, why: object) -> ParallelizeError:
+    """Return the error for a checkpoint that cannot be written."""
+    return ParallelizeError(
+        f"cannot write {path}",
+        why=str(why).partition("\n")[0],
+        fix="free disk space, or choose a folder that every rank may write to; the previous "
+        "checkpoint is still there",
+    )
+
+
 def _only_tensors(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:
-    states = [each for name, each in content.items() if name != RECORD]
-    values: Any = states[0] if len(states) == 1 and isinstance(states[0], dict) else {"": None}
-    if not all(isinstance(each, torch.Tensor) for each in values.values()):
+    """Return the tensors of the one state in a content, as a file of safetensors holds them."""
+    states = [state for name, state in content.items() if name != RECORD]
+    holds_one_state = len(states) == 1 and isinstance(states[0], dict)
+    if not holds_one_state or not _are_tensors(states[0]):
         raise ConfigError(
             f"save({str(path)!r}) of {', '.join(content)}",
             why="a file of safetensors holds the tensors of one state dict",
-            fix="save(path, model=model) alone; all that a run needs to go on fits into a file such as last.pt",
+            fix="save(path, model=model) alone; all that a run needs to go on fits into a file "
+            "such as last.pt",
         )
-    # Clones, because such a file holds no storage twice.
-    return {key: each.cpu().clone(memory_format=torch.contiguous_format) for key, each in values.items()}
+    tensors = {}
+    for name, tensor in states[0].items():
+        # Such a file holds no storage twice, so that each tensor is a copy.
+        tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    return tensors
 
 
-def write_error(path: Path, why: object) -> ParallelizeError:
-    """Build the error for a checkpoint that cannot be written."""
-    fix = "free disk space, or choose a folder that every rank may write to; the previous checkpoint is still there"
-    return ParallelizeError(f"cannot write {path}", why=str(why).partition("\n")[0], fix=fix)
+def _are_tensors(state: Mapping[Any, Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in state.values())
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise an error of this library for whatever is raised on a file of other bytes than save() has written."""
+    """Raise an error of this library for whatever is raised while a checkpoint is read.
+
+    Raises:
+        ConfigError: the file cannot be opened, or holds a type that is not safe.
+        ParallelizeError: its bytes are not those that save() has written.
+    """
     try:
         yield
     except ParallelizeError:
         raise
     except OSError as exc:
-        fix = "check the path, and let this user read it; with several nodes, use a folder that all of them share"
-        raise ConfigError(f"cannot read {path}", why=str(exc), fix=fix) from exc
+        raise ConfigError(
+            f"cannot read {path}",
+            why=str(exc),
+            fix="check the path, and let this user read it; with several nodes, use a folder that "
+            "all of them share",
+        ) from exc
     except Exception as exc:
-        if refused := re.search(r"GLOBAL ([\w.]+)", str(exc)):
+        # In the words of torch's unpickler, and of the one of an index.
+        refused = re.search(r"GLOBAL ([\w.]+)", str(exc))
+        if refused:
             raise ConfigError(
                 f"{path} holds {refused[1]}, which is not a safe type",
                 why="reading it would run code from the file; save() never writes such types",
-                fix="load it only if you trust its author: torch.load(path, weights_only=False), then save() "
-                "what you need",
+                fix="load it only if you trust its author: torch.load(path, weights_only=False), "
+                "then save() what you need",
             ) from exc
+        reason = f"{type(exc).__name__}: {exc}".rpartition("WeightsUnpickler error: ")[2]
         raise ParallelizeError(
             f"{path} is damaged, or not a checkpoint",
-            why=f"{type(exc).__name__}: {exc}".rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0],
-            fix="load another checkpoint: one that save() has written, or a dictionary that torch.save has written",
+            why=reason.strip().partition("\n")[0],
+            fix="load another checkpoint: one that save() has written, or a dictionary that "
+            "torch.save has written",
         ) from exc
 
 
 def read(path: Path) -> Checkpoint:
-    """Read and verify a file of torch.save or safetensors without running code.
+    """Read and verify a file of torch.save or safetensors, without running code from it.
 
     Tensors are memory-mapped.
     """
     with reading(path):
         if path.suffix == SAFETENSORS:
-            return Checkpoint(_safetensors().torch.load_file(path), {})
-        stored, digest = _read_one(path)
-    record = stored.pop(RECORD, {})
-    check_record(path, record, stored)
-    return Checkpoint(stored, record, digest)
+            tensors = _safetensors().torch.load_file(path)
+            return Checkpoint(states=tensors, record={})
+        states, digest = _read_one_save(path)
+    record = states.pop(RECORD, {})
+    check_record(path, record, states)
+    return Checkpoint(states, record, digest)
 
 
-def _read_one(path: Path) -> tuple[dict[Any, Any], str]:
+def _read_one_save(path: Path) -> tuple[dict[Any, Any], str]:
     """Return the dictionary in a file, and its digest, both of one save."""
     for _ in range(_MAX_READS):
         with contextlib.suppress(_Replaced), _unreplaced(path) as file:
-            return _stored(path, file)
+            return _read_open(path, file)
     raise ConfigError(
         f"{path} is replaced while it is read, {_MAX_READS} times",
         why="another run saves to this path all the time",
@@ -179,13 +203,18 @@ def _read_one(path: Path) -> tuple[dict[Any, Any], str]:
     )
 
 
-def _stored(path: Path, file: IO[bytes]) -> tuple[dict[Any, Any], str]:
-    is_zip = file.read(2) == b"PK"  # otherwise a file of torch 1.5 or older, or something else
-    digest = crcs(file) if is_zip else ""
+def _read_open(path: Path, file: IO[bytes]) -> tuple[dict[Any, Any], str]:
+    # What is no zip file comes from torch 1.5 or older, or is no checkpoint.
+    is_zip = file.read(2) == b"PK"
+    digest = ""
+    if is_zip:
+        digest = zip_checksum(file)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about older formats
-        # With mmap=True, torch.load opens the path twice: for the pickle, and again for the tensors.
-        # If another run saves in between, values of one save would get the tensors of another.
+        # torch warns about older formats.
+        warnings.simplefilter("ignore")
+        # With mmap=True, torch.load opens the path twice: for the pickle, and again for the
+        # tensors. If another run saved in between, values of one save would get the tensors of
+        # another one: `_unreplaced` finds that.
         content = torch.load(os.fspath(path), map_location="cpu", mmap=is_zip, weights_only=True)
     return dict(content), digest
 
@@ -201,11 +230,12 @@ def _unreplaced(path: Path) -> Iterator[IO[bytes]]:
         try:
             yield file
         finally:
-            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            opened = os.fstat(file.fileno())
+            if not path.exists() or not os.path.samestat(path.stat(), opened):
                 raise _Replaced
 
 
-def crcs(file: Any, *, is_verified: bool = True) -> str:
+def zip_checksum(file: Any, *, is_verified: bool = True) -> str:
     """Return a checksum of the checksums of all entries of a zip file.
 
     Args:
@@ -213,31 +243,59 @@ def crcs(file: Any, *, is_verified: bool = True) -> str:
         is_verified: whether the entries are read, to compare them with their checksums.
     """
     with zipfile.ZipFile(file) as archive:
-        if is_verified and (wrong := archive.testzip()):
-            raise zipfile.BadZipFile(f"its entry {wrong} does not match its checksum")
+        if is_verified:
+            damaged_entry = archive.testzip()
+            if damaged_entry:
+                fault = f"its entry {damaged_entry} does not match its checksum"
+                raise zipfile.BadZipFile(fault)
         checksums = [(entry.filename, entry.CRC) for entry in archive.infolist()]
     return f"{zlib.crc32(str(checksums).encode()):08x}"
 
 
 def new_shard_folder(path: Path, *, sharded: bool | None, has_shards: bool) -> str:
-    """Return the name of a new shard folder in `path`, or "" if the checkpoint is to be a single file."""
-    found = [each.name for each in path.iterdir()] if path.is_dir() else []
-    # Without `sharded`, a checkpoint keeps its form.
-    is_folder = bool(found) or (has_shards and not path.is_file()) if sharded is None else sharded
-    ours = (MAIN_FILE, SHARD_PREFIX, f".{MAIN_FILE}.")
-    foreign = [f" that contains {each}" for each in found if not each.startswith(ours)]
-    if foreign or (path.exists() and is_folder != path.is_dir()):
-        kind = "folder" if path.is_dir() else "file"
-        raise ConfigError(
-            f"save({str(path)!r})",
-            why=f"the path is that of a {kind}{''.join(foreign[:1])}",
-            fix="pass the path of a file, such as runs/last.pt; for shards, that of a new folder, such as runs/last",
-        )
-    return SHARD_PREFIX + secrets.token_hex(4) if is_folder else ""
+    """Return the name of a new folder of shards in `path`, or "" for a checkpoint in one file.
+
+    Args:
+        path: of the checkpoint.
+        sharded: as for `save`; None: a checkpoint that exists keeps its form.
+        has_shards: whether objects have shards, so that a new checkpoint is a folder.
+    """
+    names = []
+    if path.is_dir():
+        names = [entry.name for entry in path.iterdir()]
+    if sharded is not None:
+        is_folder = sharded
+    elif path.is_file():
+        is_folder = False
+    else:
+        is_folder = has_shards or bool(names)
+    form = "file"
+    if path.is_dir():
+        form = "folder"
+    for name in names:
+        if not name.startswith((MAIN_FILE, SHARD_PREFIX, f".{MAIN_FILE}.")):
+            raise _path_error(path, f"folder that contains {name}")
+    if path.exists() and is_folder != path.is_dir():
+        raise _path_error(path, form)
+    if not is_folder:
+        return ""
+    return SHARD_PREFIX + secrets.token_hex(4)
+
+
+def _path_error(path: Path, form: str) -> ConfigError:
+    return ConfigError(
+        f"save({str(path)!r})",
+        why=f"the path is that of a {form}",
+        fix="pass the path of a file, such as runs/last.pt; for shards, that of a new folder, such "
+        "as runs/last",
+    )
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint file or folder; in a folder first the main file, without which there is no checkpoint."""
+    """Remove a checkpoint, a file or a folder.
+
+    In a folder, the main file goes first: without it, the folder holds no checkpoint.
+    """
     if path.is_dir():
         (path / MAIN_FILE).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
