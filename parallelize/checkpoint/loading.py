@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from parallelize.checkpoint import files
 from parallelize.checkpoint.exchange import Request, exchange, together
+from parallelize.checkpoint.parameter_names import ParameterNames
 from parallelize.checkpoint.record import not_of_save
 from parallelize.checkpoint.safe_types import refusing_deep_nesting
 from parallelize.checkpoint.saving import routed_owners
@@ -170,7 +171,8 @@ def _checked_handlers(
     else:
         states = checkpoint.states
     faults: list[Fault] = []
-    handlers = [handler_for(obj, name) for name, obj in objects.items()]
+    parameter_names = ParameterNames(objects)
+    handlers = [handler_for(obj, name, parameter_names) for name, obj in objects.items()]
     for handler in handlers:
         name = handler.name
         if name in states:

@@ -6,8 +6,8 @@ folder    entries by the names of parameters, as torch's own tools for such fold
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from parallelize.checkpoint.matching import (
     kinds_of_entries,
     unlike_entries,
 )
+from parallelize.checkpoint.parameter_names import ParameterNames
 from parallelize.checkpoint.safe_types import is_dtensor
 from parallelize.checkpoint.state_handler import ObjectHandler, ObjectKind
 from parallelize.run.containers import is_entangled, leaves, map_leaves
@@ -28,35 +29,40 @@ _CLASSES_WITH_OTHER_SHAPES = ("LBFGS", "Adafactor")
 """Optimizers whose entries hold all parameters at once, or sums of rows and of columns."""
 
 
+_CLASSES_WITH_ONE_ENTRY = ("LBFGS",)
+"""Optimizers with one vector of all parameters, in their order."""
+
+_SHAPE = "shape of parameter"
+_NAME = "name of parameter"
+"""Keys of the record, with a number behind."""
+
+
 class OptimizerHandler(ObjectHandler):
     """Handles an optimizer.
 
     Args:
         obj: the optimizer.
         name: as for `StateHandler`.
-        name_by_parameter: id of a parameter -> the name under which the current state has its
-            entry; a parameter without a name has its number.
+        parameter_names: of the models in the call.
     """
 
     kind = ObjectKind.OPTIMIZER
 
-    def __init__(self, obj: Any, name: str, name_by_parameter: Mapping[int, str]) -> None:
+    def __init__(self, obj: Any, name: str, parameter_names: ParameterNames) -> None:
         super().__init__(obj, name)
-        self._name_by_parameter = name_by_parameter
+        self._parameter_names = parameter_names
 
-    @override
-    def current_state(self) -> Any:
-        state = self.obj.state_dict()
-        key_by_index = {}
-        for index, parameter in self._parameter_by_key(state).items():
-            key_by_index[index] = self._name_by_parameter.get(id(parameter), index)
-        entries = {}
-        for index, entry in state["state"].items():
-            entries[key_by_index[index]] = entry
+    def state_by_names(self) -> Any:
+        """Return the current state with the names of parameters as the keys of entries."""
+        state = self.current_state()
+        parameter_by_index = self._parameter_by_key(state)
+        keys = self._parameter_names.keys_for(parameter_by_index.values())
+        key_by_index = dict(zip(parameter_by_index, keys, strict=True))
+        entries = {key_by_index[index]: entry for index, entry in state["state"].items()}
         groups = []
         for group in state["param_groups"]:
-            keys = [key_by_index[index] for index in group["params"]]
-            groups.append({**group, "params": keys})
+            keys_of_group = [key_by_index[index] for index in group["params"]]
+            groups.append({**group, "params": keys_of_group})
         return {"state": entries, "param_groups": groups}
 
     def _parameter_by_key(self, state: Any) -> dict[Any, Any]:
@@ -68,16 +74,24 @@ class OptimizerHandler(ObjectHandler):
 
     @override
     def describe(self) -> dict[str, Any]:
-        details = super().describe()
-        for number, parameter in enumerate(parameters_of(self.obj)):
-            details[f"shape of parameter {number}"] = list(parameter.shape)
+        details = self._facts()
+        names = self._parameter_names.full_names(parameters_of(self.obj))
+        for number, full_name in enumerate(names):
+            details[f"{_NAME} {number}"] = full_name
         return details
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what must be equal in the record, when the parameters are in one order."""
+        facts = super().describe()
+        for number, parameter in enumerate(parameters_of(self.obj)):
+            facts[f"{_SHAPE} {number}"] = list(parameter.shape)
+        return facts
 
     @override
     def differences(self) -> list[str]:
         if not is_optimizer_state(self.state):
             return ["it is not the state of an optimizer"]
-        differences = self._unlike_facts()
+        differences = self._put_in_order() or self._unlike_facts()
         own_class = type(self.obj)
         has_state_of_torch = own_class.__setstate__.__module__.startswith("torch.optim")
         loads_as_torch = own_class.load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -85,10 +99,95 @@ class OptimizerHandler(ObjectHandler):
             return differences
         return self._unlike_groups() or self._unlike_tensors() or self._errors_of_trial()
 
+    def _put_in_order(self) -> list[str]:
+        """Give the state the order of the optimizer, by names; return why it cannot have it.
+
+        Without names on one side, the state keeps its order, as in torch.
+        """
+        saved_names = self._saved_names()
+        own_names = self._parameter_names.full_names(parameters_of(self.obj))
+        if not saved_names or not own_names or saved_names == own_names:
+            return []
+        differences = self._unlike_names(own_names, saved_names)
+        if differences:
+            return differences
+        self._reorder([saved_names.index(own_name) for own_name in own_names])
+        return []
+
+    def _reorder(self, saved_numbers: list[int]) -> None:
+        """Change the order of the parameters in the state and in the record.
+
+        Args:
+            saved_numbers: for each parameter of the optimizer, its number in the state.
+        """
+        keys = list(self._parameter_by_key(self.state))
+        remaining_numbers = iter(saved_numbers)
+        groups = []
+        start = 0
+        for group in self.state["param_groups"]:
+            size = len(group["params"])
+            numbers = list(itertools.islice(remaining_numbers, size))
+            ordered = {**group, "params": [keys[number] for number in numbers]}
+            # torch keeps names beside the parameters if the optimizer was made with names.
+            names = group.get("param_names")
+            if isinstance(names, list) and len(names) == size:
+                ordered["param_names"] = [names[number - start] for number in numbers]
+            groups.append(ordered)
+            start += size
+        self.state = {**self.state, "param_groups": groups}
+        shapes = {}
+        for own_number, number in enumerate(saved_numbers):
+            shapes[f"{_SHAPE} {own_number}"] = self.details.get(f"{_SHAPE} {number}")
+        self.details = {**self.details, **shapes}
+
+    def _saved_names(self) -> list[str]:
+        """Return the full names of the state's parameters, as they count here, in its order.
+
+        Return [] if they are not known, or if one of their models is not in the call.
+        """
+        names = []
+        for number in range(sum(_group_sizes(self.state["param_groups"]))):
+            name = self.details.get(f"{_NAME} {number}")
+            if not isinstance(name, str):
+                return []
+            names.append(name)
+        if not self._parameter_names.are_of_these_models(names):
+            return []
+        own_names = list(map(self._parameter_names.own_name, names))
+        # Two weights that were saved may be tied here.
+        if len(set(own_names)) < len(own_names):
+            return []
+        return own_names
+
+    def _unlike_names(self, own_names: list[str], saved_names: list[str]) -> list[str]:
+        """Return the first parameter that is not on both sides, or not in the same group."""
+        for name in saved_names:
+            if name not in own_names:
+                return [f"{name} is not in the optimizer"]
+        for name in own_names:
+            if name not in saved_names:
+                return [f"{name} is not in the checkpoint"]
+        own_groups = _group_by_name(own_names, self.obj.param_groups)
+        saved_groups = _group_by_name(saved_names, self.state["param_groups"])
+        for name, own_group in own_groups.items():
+            saved_group = saved_groups[name]
+            if own_group != saved_group:
+                return [
+                    f"{name} is in group {own_group}, and in group {saved_group} of the checkpoint"
+                ]
+        own_class = type(self.obj)
+        loads_as_torch = own_class.load_state_dict is torch.optim.Optimizer.load_state_dict
+        if own_class.__name__ in _CLASSES_WITH_ONE_ENTRY or not loads_as_torch:
+            for own_name, saved_name in zip(own_names, saved_names, strict=True):
+                if own_name != saved_name:
+                    reason = f"the order counts in a state of {own_class.__name__}"
+                    return [f"{own_name} is at another place, and {reason}"]
+        return []
+
     def _unlike_facts(self) -> list[str]:
         """Return where the class, the groups or the shapes of parameters differ."""
         own_facts: dict[str, Any] = {"group sizes": _group_sizes(self.obj.param_groups)}
-        own_facts.update(self.describe())
+        own_facts.update(self._facts())
         # A file of another program says nothing but the sizes of the groups.
         saved_facts = {**own_facts, **self.details}
         saved_facts["group sizes"] = _group_sizes(self.state["param_groups"])
@@ -175,6 +274,21 @@ class OptimizerHandler(ObjectHandler):
             # The optimizer stepped before the save. Without this mark, which `step` sets,
             # schedulers warn that they step before the optimizer.
             self.obj._opt_called = True
+
+
+def _group_by_name(names: list[str], groups: list[Any]) -> dict[str, int]:
+    """Return the number of the group of each parameter, by its name.
+
+    Args:
+        names: names of the parameters of all groups, in order.
+        groups: as in `param_groups`.
+    """
+    group_by_name = {}
+    remaining_names = iter(names)
+    for number, group in enumerate(groups):
+        for name in itertools.islice(remaining_names, len(group["params"])):
+            group_by_name[name] = number
+    return group_by_name
 
 
 def _group_sizes(groups: list[Any]) -> list[int]:

@@ -132,12 +132,13 @@ class _Conversion:
 
     def _container(self, value: Any, where: str) -> Any:
         if id(value) not in self._conversions:
-            if isinstance(value, dict):
-                converted = self._mapping(value, where)
-            else:
-                converted = self._sequence(value, where)
-            self._conversions[id(value)] = value, converted
+            self._conversions[id(value)] = value, self._new_container(value, where)
         return self._conversions[id(value)][1]
+
+    def _new_container(self, value: Any, where: str) -> Any:
+        if isinstance(value, dict):
+            return self._mapping(value, where)
+        return self._sequence(value, where)
 
     def _sequence(self, value: Any, where: str) -> Any:
         items = []

@@ -114,6 +114,10 @@ def load(
     torch.compile and DDP are ignored, and in such files a prefix of all names, as Lightning's
     `net.`, without which the names are those of the model.
 
+    An optimizer that is loaded with its models gets the state of each parameter by name, if `save`
+    got them together, too: layers may be declared in another order. Otherwise its parameters go by
+    their positions, as in torch.
+
     All states are checked before any object is changed; objects whose own code loads their state
     come first. To resume a run exactly, call `load` on all ranks inside the `parallel_model` block,
     because entering the block advances the RNG states. Outside a block each rank may call `load`

@@ -20,6 +20,7 @@ from torch import nn
 
 from parallelize.checkpoint import files
 from parallelize.checkpoint.exchange import Request, exchange, rank, together
+from parallelize.checkpoint.parameter_names import ParameterNames
 from parallelize.checkpoint.record import FORMAT, RECORD
 from parallelize.checkpoint.safe_types import to_safe_types
 from parallelize.checkpoint.state_handler import Named
@@ -169,7 +170,10 @@ def content_of(
         random_states: of each rank; () if only plain values are saved.
         gather: as for `states_of`.
     """
-    details = {name: handler_for(obj).describe() for name, obj in objects.items()}
+    parameter_names = ParameterNames(objects)
+    details = {}
+    for name, obj in objects.items():
+        details[name] = handler_for(obj, name, parameter_names).describe()
     record = {
         "format": FORMAT,
         "torch": torch.__version__,

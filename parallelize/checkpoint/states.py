@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,24 +10,22 @@ from torch import nn
 
 from parallelize.checkpoint.model_state import ModelHandler, has_shards
 from parallelize.checkpoint.optimizer_state import OptimizerHandler
+from parallelize.checkpoint.parameter_names import ParameterNames
 from parallelize.checkpoint.safe_types import is_dtensor, to_safe_types
 from parallelize.checkpoint.state_handler import Named, ObjectHandler, StateHandler
 from parallelize.run.containers import leaves
-from parallelize.torch_patches.module_tensors import all_named_parameters
 from parallelize.torch_patches.step import parameters_of
-
-_NO_NAMES: Mapping[int, str] = {}
 
 
 def handler_for(
-    obj: Any, name: str = "", name_by_parameter: Mapping[int, str] = _NO_NAMES
+    obj: Any, name: str = "", parameter_names: ParameterNames | None = None
 ) -> StateHandler:
     """Return the handler for an object or a plain value.
 
     Args:
         obj: the object; torch's own wrappers for data parallelism are taken off.
         name: its name, for errors.
-        name_by_parameter: as for `OptimizerHandler`.
+        parameter_names: as for `OptimizerHandler`; None: of no model.
     """
     while isinstance(obj, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         obj = obj.module
@@ -40,7 +38,7 @@ def handler_for(
     if isinstance(obj, nn.Module):
         return ModelHandler(obj, name)
     if isinstance(obj, torch.optim.Optimizer):
-        return OptimizerHandler(obj, name, name_by_parameter)
+        return OptimizerHandler(obj, name, parameter_names or ParameterNames({}))
     return ObjectHandler(obj, name)
 
 
@@ -61,21 +59,13 @@ def states_of(objects: Named, *, gather: Callable[[Any], Any] | None = None) -> 
         gather: returns the full tensor of a DTensor, for a file. None: DTensors are kept, and
             optimizers have their entries by the names of parameters, for a folder.
     """
-    name_by_parameter = _NO_NAMES
-    if gather is None:
-        name_by_parameter = _names_of_parameters(objects)
+    parameter_names = ParameterNames(objects)
     states = {}
     for name, obj in objects.items():
-        state = handler_for(obj, name, name_by_parameter).current_state()
+        handler = handler_for(obj, name, parameter_names)
+        if gather is None and isinstance(handler, OptimizerHandler):
+            state = handler.state_by_names()
+        else:
+            state = handler.current_state()
         states[name] = to_safe_types(state, name, gather)
     return states
-
-
-def _names_of_parameters(objects: Named) -> dict[int, str]:
-    """Return the name of each parameter, by its id; of several, that in the first model."""
-    name_by_parameter: dict[int, str] = {}
-    for model in objects.values():
-        if isinstance(model, nn.Module):
-            for name, parameter in all_named_parameters(model):
-                name_by_parameter.setdefault(id(parameter), name)
-    return name_by_parameter

@@ -443,3 +443,41 @@ def test_unguarded_torch_save(tmp_path):
     run()
     assert [torch.load(tmp_path / f"{number}.pt") for number in range(2)] == [0, 1]
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_layers_in_another_order_train_alike(tmp_path, backend):
+    """A run whose model declares its layers in another order goes on with the moments of each weight."""
+
+    class Layers(nn.Module):
+        def __init__(self, names) -> None:
+            super().__init__()
+            for name in names:
+                setattr(self, name, nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x)))
+
+    @distributed(processes=2, backend=backend)
+    def run(names, is_first):
+        torch.manual_seed(0)
+        model = Layers("ab")
+        if names != "ab":
+            other = Layers(names)
+            other.load_state_dict(model.state_dict())
+            model = other
+        with parallel_model(model):
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            if not is_first:
+                load(tmp_path / "last", model=model, optimizer=optimizer)
+            for number in range(2):
+                optimizer.zero_grad()
+                F.mse_loss(model(torch.full((2, 4), rank() + number + 1.0)), torch.ones(2, 4)).backward()
+                optimizer.step()
+            if is_first:
+                save(tmp_path / "last", model=model, optimizer=optimizer)
+        return {name: each.detach().clone() for name, each in sorted(model.state_dict().items())}
+
+    run("ab", is_first=True)
+    assert checksum_of(run("ba", is_first=False)) == checksum_of(run("ab", is_first=False))
