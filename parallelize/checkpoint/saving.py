@@ -196,7 +196,7 @@ def _full_tensors(own_rank: int) -> Callable[[Any], Any]:
     @functools.cache
     def full(dtensor: Any) -> Any:
         # The import takes half a second, and is needed only with shards.
-        from parallelize.backends.fsdp.full_tensors import full_tensor
+        from parallelize.backends.fsdp.shards import full_tensor
 
         tensor = full_tensor(dtensor)
         if own_rank != 0:

@@ -192,7 +192,9 @@ def _shard_for(target: Any, value: Any) -> Any:
         value: the full tensor; or, from a folder, this rank's shard, which was read as such.
     """
     # The import takes half a second, and is needed only with shards.
-    from parallelize.backends.fsdp.full_tensors import registry_of, shard_like, stand_for
+    from parallelize.backends.fsdp.calls import stand_for
+    from parallelize.backends.fsdp.full_tensors import registry_of
+    from parallelize.backends.fsdp.shards import shard_like
 
     shard = value
     if not is_dtensor(value):

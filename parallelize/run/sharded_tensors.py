@@ -1,4 +1,4 @@
-"""The sharded tensors that fsdp makes in a run: which are alive, and what was written to them."""
+"""The sharded tensors that fsdp makes in a run: which are alive, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ class ShardedTensors:
     because under `restore=False` the tensor is used after the end of the run.
 
     Attributes:
-        writes: number of writes to shards. A full tensor that was gathered when the number was
-            lower is out of date, and is gathered again.
         open_engines: number of engines of fsdp whose block has not ended. Tensors of two blocks may
             be operands of one operation, so that all become plain when the last block ends.
         keeps_shards: whether a state dict that is made now gets the shards, in place of full
@@ -22,7 +20,6 @@ class ShardedTensors:
     """
 
     def __init__(self) -> None:
-        self.writes = 0
         self.open_engines = 0
         self.keeps_shards = False
         self._added = 0

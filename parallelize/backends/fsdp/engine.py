@@ -38,10 +38,12 @@ from typing_extensions import override
 from parallelize.agreement.fingerprint import differences, digest, fingerprint
 from parallelize.backends.broadcast import RegisteredBuffers, refuse_unbroadcastable
 from parallelize.backends.fsdp import full_tensors
+from parallelize.backends.fsdp.calls import ShardedTensor
 from parallelize.backends.fsdp.meshes import meshes_of
 from parallelize.backends.fsdp.optimizers import Steps
 from parallelize.backends.fsdp.restore import make_plain, restore
 from parallelize.backends.fsdp.sharding import shard
+from parallelize.backends.fsdp.shards import changes_of
 from parallelize.backends.fsdp.stand_in import HookOfBlock, StandIn
 from parallelize.backends.fsdp.units import refuse_gradients, units_of
 from parallelize.cluster.world import World
@@ -113,7 +115,7 @@ class FSDPEngine(Engine):
         self._meshes = meshes_of(options, world, device)
         self._registry = current().sharded_tensors
         self._registry.open_engines += 1
-        allow_in_lists(full_tensors.ShardedTensor, full_tensors.ShardedParameter)
+        allow_in_lists(ShardedTensor, full_tensors.ShardedParameter)
         self._stand_in = StandIn(inner, self._names, self._registry)
         shard(self._stand_in, inner, units, options=options, meshes=self._meshes, device=device)
         self.module = self._run
@@ -132,8 +134,8 @@ class FSDPEngine(Engine):
             self._buffer_source = self._inner.buffer_source
         # The output of a forward, from the hook `_flatten` to the end of `_run`.
         self._output: Any = None
-        # `ShardedTensors.writes` at the latest forward.
-        self._writes = -1
+        # The number of changes of all shards at the latest forward.
+        self._changes = -1
         # Whether some rank has trained since the ranks have last agreed that none has.
         self._has_trained = True
         # Whether a forward since the latest step was one of torch.func's, or had a tangent.
@@ -202,9 +204,9 @@ class FSDPEngine(Engine):
             # A rank that evaluates alone would wait in the first gather. Here it waits in a group
             # of its own, so that hang detection can name its line.
             self._has_trained = bool(differences([digest("a forward without gradients")]))
-        writes = self._registry.writes
-        if writes != self._writes:
-            self._writes = writes
+        changes = changes_of(parameter.original.shard for parameter in self._stand_in.parameters)
+        if changes != self._changes:
+            self._changes = changes
             self._stand_in.gather_anew()
         if not is_training:
             self._stand_in.register_gathered()
@@ -388,6 +390,6 @@ def _gather(
 ) -> None:
     """Replace the shards in a state dict by full tensors; a hook on `state_dict` of the model."""
     for name, value in state_dict.items():
-        is_sharded = isinstance(value, full_tensors.ShardedTensor)
+        is_sharded = isinstance(value, ShardedTensor)
         if is_sharded and not value.registry.keeps_shards:
             state_dict[name] = full_tensors.gathered_view(value, home)

@@ -1,104 +1,150 @@
-"""Optimizer steps on sharded parameters: optimizers keep the user's parameters and what they know of them.
+"""Steps of optimizers on sharded parameters. Optimizers keep the user's parameters, and their state.
 
-For the time of a step of torch.optim that goes element by element, parameters, gradients and state are
-plain tensors, this rank's rows, and torch's own kernels run as on any tensors. Other optimizers see full
-tensors. State from before the block, or loaded in it, is cut at the next step.
+    optimizer.step()
+    ├── BeforeStep.PLACE of all optimizers     refuses lost gradients; adds the hooks below, which
+    │                                          run last: all other hooks see full tensors
+    │   pre-hook of this optimizer             cuts full state; parameters, gradients and state
+    │   │                                      become rows, if the step is by element
+    │   │   the step itself                    torch's own kernels, as on any plain tensors
+    │   post-hook of this optimizer            rows become sharded tensors again
+
+A step that is not by element, such as that of LBFGS or Muon, and a step with a closure of the user's
+get sharded tensors, which behave as full ones.
+
+State is full if it is from before the block, or was loaded in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize.backends.fsdp.full_tensors import (
-    ShardedParameter,
-    ShardedTensor,
-    dtensor_of,
-    shard_like,
-    stand_for,
-)
+from parallelize.backends.fsdp.calls import ShardedTensor, stand_for
+from parallelize.backends.fsdp.full_tensors import ShardedParameter
+from parallelize.backends.fsdp.shards import dtensor_of, mark_changed, shard_like
 from parallelize.torch_patches.step import BeforeStep, before_step, parameters_of
 
-__all__ = ["Steps"]
-
-_BY_ELEMENT = re.compile(
-    r"torch\.optim\.(sgd|adam|adamw|adagrad|rmsprop|rprop|nadam|radam|adamax|asgd|adadelta)"
+# Files of torch.optim with steps that compute each element from the same element of the parameter,
+# the gradient and the state, and from numbers.
+_BY_ELEMENT = frozenset(
+    {
+        *("torch.optim.sgd", "torch.optim.asgd", "torch.optim.rprop", "torch.optim.rmsprop"),
+        *("torch.optim.adam", "torch.optim.adamw", "torch.optim.adamax", "torch.optim.nadam"),
+        *("torch.optim.radam", "torch.optim.adagrad", "torch.optim.adadelta"),
+    }
 )
+
+
+@dataclass(frozen=True)
+class _StepOnRows:
+    """A step that is running on rows.
+
+    Attributes:
+        optimizer: makes the step.
+        parameters: its sharded parameters, which are rows for the time of the step.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[Any]
 
 
 class Steps:
     """Hooks on the steps of the optimizers that hold sharded parameters, until `close`.
 
     Args:
-        check: called with each of them before its step.
+        check: called with an optimizer before its step; may raise.
     """
 
     def __init__(self, check: Callable[[torch.optim.Optimizer], None]) -> None:
         self._check = check
-        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._open: Any = (
-            None,
-            (),
-        )  # the optimizer whose step runs on rows, and its sharded parameters
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._on_rows: _StepOnRows | None = None
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(before_step(BeforeStep.PLACE, self._before))
-        self.close = self._hooks.close
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
 
     def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Hook an optimizer itself: its own hooks run after those of all optimizers, which see full tensors."""
-        if not any(type(each) is ShardedParameter for each in parameters_of(optimizer)):
+        """Hook the optimizer itself: its own hooks run after those of all optimizers."""
+        if not _sharded_parameters(optimizer):
             return
         self._check(optimizer)
-        if optimizer not in self._known:
-            self._known.add(optimizer)
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
             self._hooks.callback(optimizer.register_step_pre_hook(self._begin).remove)
             self._hooks.callback(optimizer.register_step_post_hook(self.end).remove)
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.end()  # of a step that has raised
-        sharded = [each for each in parameters_of(optimizer) if type(each) is ShardedParameter]
-        for each in sharded:
-            known = optimizer.state.get(each, {})
-            for key, value in known.items():
-                if type(value) is torch.Tensor and value.ndim and value.shape == each.shard.shape:
-                    known[key] = stand_for(shard_like(value, each.shard), each.registry)
-        # A closure sees full tensors.
-        if not _BY_ELEMENT.fullmatch(type(optimizer).step.__module__) or len(args) > 1 or kwargs:
+        # A step that has raised has called no post-hook.
+        self.end()
+        parameters = _sharded_parameters(optimizer)
+        for parameter in parameters:
+            _cut_state(optimizer.state.get(parameter, {}), parameter)
+        # A closure runs the user's code, which sees full tensors.
+        has_closure = len(args) > 1 or bool(kwargs)
+        if type(optimizer).step.__module__ not in _BY_ELEMENT or has_closure:
             return
-        self._open = optimizer, sharded
-        for each in sharded:
-            each.registry.writes += 1
-            gradient = each.shard.grad
-            each.__class__ = nn.Parameter  # type: ignore[assignment]  # for the time of the step
-            each.grad = None if gradient is None else gradient._local_tensor
-            for value in optimizer.state.get(each, {}).values():
-                if type(value) is ShardedTensor:
-                    value.__class__ = torch.Tensor  # type: ignore[assignment]  # as well
+        self._on_rows = _StepOnRows(optimizer, parameters)
+        for parameter in parameters:
+            _turn_into_rows(parameter, optimizer.state.get(parameter, {}))
 
     def end(self, *_: Any) -> None:
-        """Let the tensors of the optimizer that has stepped stand for full ones again."""
-        optimizer, sharded = self._open
-        self._open = None, ()
-        for each in sharded:
-            each.grad = None
-            each.__class__ = ShardedParameter
-            known = optimizer.state.get(each, {})
-            for key, value in known.items():
-                if (
-                    type(value) is torch.Tensor
-                    and value.ndim
-                    and value.shape == each.shard._local_tensor.shape
-                ):
-                    known[key] = value if "shard" in value.__dict__ else _standing(value, each)
-                    known[key].__class__ = ShardedTensor
+        """Turn rows into sharded tensors again, if a step has turned them into rows."""
+        if self._on_rows is None:
+            return
+        for parameter in self._on_rows.parameters:
+            parameter.grad = None
+            parameter.__class__ = ShardedParameter
+            _turn_into_shards(self._on_rows.optimizer.state.get(parameter, {}), parameter)
+        self._on_rows = None
 
 
-def _standing(rows: torch.Tensor, parameter: Any) -> Any:
-    """Return the tensor that stands for these rows of a tensor like a parameter."""
-    return stand_for(dtensor_of(rows, parameter.shard), parameter.registry)
+def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [
+        parameter for parameter in parameters_of(optimizer) if type(parameter) is ShardedParameter
+    ]
+
+
+def _cut_state(state: dict[Any, Any], parameter: Any) -> None:
+    """Cut the full tensors in an optimizer's state of a parameter."""
+    for key, value in state.items():
+        if _has_shape(value, parameter.shard.shape):
+            state[key] = stand_for(shard_like(value, parameter.shard), parameter.registry)
+
+
+def _turn_into_rows(parameter: Any, state: dict[Any, Any]) -> None:
+    """Turn a parameter, its gradient and its state into plain tensors: the rows, to be changed."""
+    mark_changed(parameter.shard)
+    gradient = parameter.shard.grad
+    parameter.__class__ = nn.Parameter
+    if gradient is not None:
+        parameter.grad = gradient._local_tensor
+    for value in state.values():
+        if type(value) is ShardedTensor:
+            mark_changed(value.shard)
+            value.__class__ = torch.Tensor  # type: ignore[assignment]  # for the time of the step
+
+
+def _turn_into_shards(state: dict[Any, Any], parameter: Any) -> None:
+    """Turn the rows in an optimizer's state of a parameter into sharded tensors."""
+    for key, value in state.items():
+        if not _has_shape(value, parameter.shard._local_tensor.shape):
+            continue
+        if "shard" in value.__dict__:
+            value.__class__ = ShardedTensor
+        else:
+            # The step has made this state.
+            state[key] = stand_for(dtensor_of(value, parameter.shard), parameter.registry)
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    """Return whether a value of a state is a plain tensor of the shape, and no number."""
+    return type(value) is torch.Tensor and bool(value.ndim) and value.shape == shape

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize.agreement.fingerprint import differences, digest
-from parallelize.backends.fsdp.full_tensors import full_tensor
+from parallelize.backends.fsdp.shards import full_tensor
 from parallelize.run.sharded_tensors import ShardedTensors
 
 __all__ = ["make_plain", "restore"]

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from parallelize.backends.fsdp import full_tensors
+from parallelize.backends.fsdp.shards import dtensor_of
 from parallelize.errors import SyncError
 from parallelize.gradients import differentiable
 from parallelize.plugins.base import Inner
@@ -75,7 +76,7 @@ class StandInParameter:
         gradient = original.grad
         original.grad = None
         sharded = record.sharded_param
-        rows = full_tensors.dtensor_of(sharded._local_tensor, sharded, mesh)
+        rows = dtensor_of(sharded._local_tensor, sharded, mesh)
         full_tensors.stand_in(original, rows, registry)
         if gradient is not None:
             # A gradient from before the block is of the batch of this rank alone.

@@ -1,0 +1,528 @@
+"""What runs when a torch function is called on sharded tensors: on their shards, or on full tensors.
+
+    what a call gets      what it is
+    ShardedTensor         a gradient, a copy, ...: stands for a shard, and holds this rank's rows
+    ShardedParameter      the user's parameter in a block, which does so as well
+    FullView              `p[0]`, `p.T`, ...: shares memory with a gathered tensor
+
+    run(call)
+    ├── METHODS           what has an answer of its own, such as `shape`, `p.grad = ...` and hooks
+    ├── FUNCTIONS         the same, for calls on views as well
+    ├── on rows           functions by element, of shards that are cut alike and of plain numbers
+    ├── one by one        functions of lists, such as those of optimizers with foreach=True
+    └── on full tensors   all others. Operands are gathered. What the function has written goes back
+                          to the shards, as rank 0 has it: random numbers are rank 0's
+
+All ranks make the same calls in one order, because most calls are collectives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize.backends.fsdp.functions import (
+    FACTS,
+    NORMS_OF_LIST,
+    VIEWS,
+    is_by_element,
+    is_in_place,
+    is_over_all,
+)
+from parallelize.backends.fsdp.shards import (
+    Version,
+    full_tensor,
+    full_tensor_with_gradient,
+    is_cut,
+    mark_changed,
+    record_of,
+    shard_like,
+    share_version,
+)
+from parallelize.errors import SyncError
+from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.sharded_tensors import ShardedTensors
+
+
+class CalledAsFull:
+    """Base of tensors whose torch functions run as if on the full tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return run(Call(func, args, kwargs or {}))
+
+
+class Sharded(CalledAsFull):
+    """What ShardedTensor and ShardedParameter share: their shard, and a DTensor's own attributes.
+
+    Attributes:
+        shard: the DTensor that this tensor stands for.
+        registry: the sharded tensors of its run.
+    """
+
+    shard: Any
+    registry: ShardedTensors
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a DTensor has: full_tensor, to_local, placements, device_mesh."""
+        # torch asks for special methods that subclasses of tensors may have.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["shard"], name)
+
+
+class ShardedTensor(Sharded, torch.Tensor):
+    """A result of sharded tensors, such as a gradient."""
+
+
+class FullView(CalledAsFull, torch.Tensor):
+    """A tensor that shares memory with a gathered one: what is written to it reaches the shard."""
+
+    gathered: Gathered
+
+
+class Gathered:
+    """A full tensor that was gathered, and the versions with which it and its shard were equal.
+
+        equal            the full tensor has the values of the shard
+        out of date      the shard was written to:        `refresh` gathers again
+        written to       the full tensor was written to:  `write_back` writes to the shard
+
+    Attributes:
+        full: the full tensor.
+    """
+
+    def __init__(self, shard: Any, full: torch.Tensor) -> None:
+        self.full = full
+        self._shard = shard
+        self._note_equal()
+
+    def _note_equal(self) -> None:
+        self._version_of_shard = record_of(self._shard).version.number
+        self._version_of_full = self.full._version
+
+    def as_view(self, tensor: Any) -> Any:
+        """Mark a tensor as a view of the gathered one, so that writes to it reach the shard."""
+        tensor.__class__ = FullView
+        tensor.gathered = self
+        return tensor
+
+    def refresh(self) -> None:
+        """Gather again if the shard has been written to."""
+        if self._version_of_shard != record_of(self._shard).version.number:
+            self.full.copy_(full_tensor(self._shard))
+        self._note_equal()
+
+    def write_back(self) -> None:
+        """Write to the shards of all ranks, as rank 0 has it, what was written to the full tensor."""
+        if self._version_of_full == self.full._version:
+            return
+        rows = shard_like(self.full, self._shard, source=0)._local_tensor
+        self._shard._local_tensor.detach().copy_(rows)
+        mark_changed(self._shard)
+        self._note_equal()
+
+
+def let_stand(tensor: torch.Tensor, shard: Any, registry: ShardedTensors) -> None:
+    """Let a tensor stand for a shard; its class is set by the caller."""
+    tensor.__dict__.update(shard=shard, registry=registry)
+    record_of(shard).standing = weakref.ref(tensor)
+    registry.add(tensor)
+
+
+def stand_for(value: Any, registry: ShardedTensors) -> Any:
+    """Return the tensor that stands for a DTensor; a plain, full one if no rows are cut.
+
+    Other values are returned as they are.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if not is_cut(value):
+        return full_tensor_with_gradient(value)
+    reference = record_of(value).standing
+    standing: Any = None
+    if reference is not None:
+        standing = reference()
+    if standing is None:
+        standing = value._local_tensor.detach()
+        standing.__class__ = ShardedTensor
+        let_stand(standing, value, registry)
+    return standing
+
+
+def _shard_of(value: Any) -> Any:
+    """Return the DTensor that a tensor stands for; any other value as it is."""
+    if isinstance(value, Sharded):
+        return value.shard
+    return value
+
+
+def gradients_error(what: str) -> SyncError:
+    """Return the error for gradients that backward would not leave in the parameters."""
+    return SyncError(
+        f"{what} sharded parameters",
+        why="under fsdp, backward averages gradients over the ranks and cuts them into shards",
+        fix="call backward() and read .grad, use register_hook, or use backend='ddp'",
+    )
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a torch function.
+
+    Attributes:
+        function: the function, or `__get__` or `__set__` of an attribute.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        name: str = self.function.__name__
+        return name
+
+    @property
+    def full_name(self) -> str:
+        """The name of the function, with that of the attribute: `data.__set__`."""
+        if self.name in ("__get__", "__set__"):
+            return f"{self.function.__self__.__name__}.{self.name}"
+        return self.name
+
+    @property
+    def target(self) -> Any:
+        """The first argument, of which the function is a method; None without arguments."""
+        return self.args[0] if self.args else None
+
+
+Handler = Callable[[Call], Any]
+
+
+def run(call: Call) -> Any:
+    """Run a function that has got a sharded tensor, or a view of a gathered one."""
+    handler: Handler | None = None
+    if isinstance(call.target, Sharded):
+        handler = METHODS.get(call.full_name) or METHODS.get(call.name)
+    handler = handler or FUNCTIONS.get(call.name)
+    if handler is not None:
+        return handler(call)
+    if _is_exact_on_rows(call):
+        return _run_on_rows(call)
+    if _takes_full_operand(call):
+        return _run_on_rows(_with_cut_operands(call))
+    if "foreach_" in call.name and len(call.target) > 1:
+        return _run_one_by_one(call)
+    return run_on_full(call)
+
+
+# Handlers of METHODS: the target is sharded
+
+
+def _ask_shard(call: Call) -> Any:
+    return call.function(call.target.shard, *call.args[1:], **call.kwargs)
+
+
+def _get_attribute(call: Call) -> Any:
+    """Return an attribute of the shard; one that is a DTensor, such as `grad`, as a sharded tensor."""
+    return stand_for(call.function(call.target.shard), call.target.registry)
+
+
+def _set_attribute(call: Call) -> None:
+    call.function(call.target.shard, call.args[1])
+
+
+def _get_data(call: Call) -> Any:
+    shard = call.target.shard
+    record = record_of(shard)
+    if record.data_alias is None:
+        alias = call.function(shard)
+        record_of(alias).version = record.version
+        record.data_alias = stand_for(alias, call.target.registry)
+    return record.data_alias
+
+
+def _set_data(call: Call) -> None:
+    """Copy values into the rows, which fully_shard knows; see `Record.data_alias`."""
+    target, value = call.args
+    shard, new = target.shard, _shard_of(value)
+    if (new.dtype, new.shape) != (shard.dtype, shard.shape):
+        raise SyncError(
+            f"data of {new.dtype} and {tuple(new.shape)} for a sharded parameter",
+            why=f"it has {shard.dtype} and {tuple(shard.shape)}, which fsdp keeps in the block",
+            fix="change the model before the block",
+        )
+    alias = record_of(shard).data_alias
+    if alias is not None:
+        rows = alias.shard._local_tensor.clone()
+        alias.data = rows
+        alias.shard._local_tensor = rows
+        record_of(alias.shard).version = Version()
+        record_of(shard).data_alias = None
+    with torch.no_grad():
+        run(Call(torch.Tensor.copy_, (target, value), {}))
+
+
+def _set_gradient(call: Call) -> None:
+    target, gradient = call.args
+    if isinstance(gradient, Sharded):
+        gradient = gradient.shard
+    elif gradient is not None:
+        gradient = shard_like(gradient, target.shard, source=0)
+    call.function(target.shard, gradient)
+
+
+def _set_whether_trained(call: Call) -> None:
+    mark_changed(call.target.shard)
+    call.function(call.target.shard, call.args[1])
+
+
+def _change_whether_trained(call: Call) -> Any:
+    mark_changed(call.target.shard)
+    _ask_shard(call)
+    return call.target
+
+
+def _register_hook(call: Call) -> Any:
+    """Register a hook on the shard, which gets and returns what the user knows in place of shards."""
+    target, hook = call.args
+    # torch's register_multi_grad_hook waits for the autograd nodes of these tensors, which no
+    # backward reaches: the units of fully_shard have others.
+    if getattr(hook, "__module__", "") == torch.autograd.graph.__name__:
+        raise gradients_error("register_multi_grad_hook of")
+
+    def hook_of_shard(gradient_or_shard: Any) -> Any:
+        if gradient_or_shard is target.shard:
+            return _shard_of(hook(target))
+        return _shard_of(hook(stand_for(gradient_or_shard, target.registry)))
+
+    return call.function(target.shard, hook_of_shard)
+
+
+def _show(call: Call) -> Any:
+    """Return the text of a tensor; that of a parameter says that it is trained, and no `grad_fn`."""
+    shard = call.target.shard
+    if not isinstance(call.target, nn.Parameter):
+        return run_on_full(call)
+    full = nn.Parameter(full_tensor(shard), shard.requires_grad)
+    return call.function(full, *call.args[1:], **call.kwargs)
+
+
+# Handlers of FUNCTIONS
+
+
+def _copy(call: Call) -> Any:
+    return run(Call(torch.clone, call.args[:1], {}))
+
+
+def _refuse_gradients(_call: Call) -> Any:
+    raise gradients_error("torch.autograd.grad of")
+
+
+def _read_only_array(call: Call) -> Any:
+    """Return a NumPy array that cannot be written to: a write to it would not reach the shard."""
+    array = run_on_full(call)
+    array.flags.writeable = False
+    return array
+
+
+# Calls on rows
+
+
+def _tensors(value: Any) -> list[Any]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_tracked(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _is_plain_number(tensor: Any) -> bool:
+    """Return whether a tensor is a number that is equal on all ranks, such as a norm or a step."""
+    is_view = isinstance(tensor, FullView)
+    return not (tensor.ndim or tensor.requires_grad or is_view)
+
+
+def _is_exact_on_rows(call: Call) -> bool:
+    """Return whether DTensor computes from rows what the function computes from full tensors."""
+    targets = _tensors(call.args[:1])
+    if call.name == NORMS_OF_LIST:
+        is_known = not _is_tracked([_shard_of(tensor) for tensor in targets])
+    else:
+        is_known = is_by_element(call.name) or is_over_all(call.name, call.args[1:], call.kwargs)
+    if not is_known or not targets or "out" in call.kwargs:
+        return False
+    if not all(isinstance(tensor, Sharded) for tensor in targets):
+        return False
+    operands = _tensors((tuple(call.args[1:]), call.kwargs))
+    return all(isinstance(tensor, Sharded) or _is_plain_number(tensor) for tensor in operands)
+
+
+def _run_on_rows(call: Call) -> Any:
+    args, kwargs = map_leaves(_shard_of, (tuple(call.args), call.kwargs))
+    result = call.function(*args, **kwargs)
+    if call.name == NORMS_OF_LIST:
+        return _norms(result)
+    targets = _tensors(args[:1])
+    if is_in_place(call.name):
+        for shard in targets:
+            mark_changed(shard)
+    elif isinstance(result, DTensor) and result is not targets[0]:
+        # `detach`, and `to` or `contiguous` that have nothing to do, return the same rows.
+        share_version(result, targets[0])
+    # Operands may be of several runs: of a model that an earlier run has left sharded, and of one
+    # that is trained now. The result belongs to the operand that was passed last.
+    registry = ShardedTensors()
+    for operand in _tensors((call.args, call.kwargs)):
+        if isinstance(operand, Sharded):
+            registry = operand.registry
+    return map_leaves(lambda value: stand_for(value, registry), result)
+
+
+def _norms(partial_norms: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the norms of full tensors, by one collective for all of them."""
+    first = partial_norms[0]
+    stacked = torch.stack([norm._local_tensor for norm in partial_norms])
+    norms = DTensor.from_local(stacked, first.device_mesh, first.placements, run_check=False)
+    return list(norms.full_tensor())
+
+
+def _takes_full_operand(call: Call) -> bool:
+    """Return whether a function by element writes full, plain operands into a sharded tensor.
+
+    Such as `p.copy_(saved)`, `p.mul_(mask)`, and the update of Muon, `p.add_(update, alpha=-lr)`.
+    Rank 0's values of the operands count, as they would if all were gathered, so that it suffices
+    to send the rows of these. Without a write, each rank would need its own values.
+    """
+    target = call.target
+    if not (isinstance(target, Sharded) and is_in_place(call.name) and is_by_element(call.name)):
+        return False
+    operands = _tensors((tuple(call.args[1:]), call.kwargs))
+    if "out" in call.kwargs or _is_tracked([target.shard, *operands]):
+        return False
+    return all(
+        isinstance(operand, Sharded) or _is_plain_number(operand) or _has_shape(operand, target)
+        for operand in operands
+    )
+
+
+def _has_shape(operand: torch.Tensor, target: Sharded) -> bool:
+    return not isinstance(operand, FullView) and operand.shape == target.shard.shape
+
+
+def _with_cut_operands(call: Call) -> Call:
+    """Return the call with the shards of plain operands, as rank 0 has them."""
+    target = call.target
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, Sharded) or not value.ndim:
+            return value
+        return shard_like(value, target.shard, source=0)
+
+    args, kwargs = map_leaves(cut, (tuple(call.args[1:]), call.kwargs))
+    return Call(call.function, (target, *args), kwargs)
+
+
+def _run_one_by_one(call: Call) -> list[Any] | None:
+    """Run a function of lists for the members of each place; None: it returns nothing."""
+    results: list[Any] = []
+    for place in range(len(call.target)):
+        args: list[Any] = []
+        for argument in call.args:
+            is_list = isinstance(argument, (list, tuple))
+            args.append(argument[place : place + 1] if is_list else argument)
+        results += run(Call(call.function, args, call.kwargs)) or ()
+    return results or None
+
+
+# Calls on full tensors
+
+
+class _FullOperands:
+    """The full tensors that a function gets in place of its operands, and whose they are."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[int, Gathered] = {}  # by the id of the shard, or of the full tensor
+        self._operand_by_id: dict[int, Any] = {}  # by the id of what the function has got
+
+    def full(self, operand: Any) -> Any:
+        """Return what the function gets in place of an operand."""
+        if not isinstance(operand, torch.Tensor):
+            return operand
+        full: Any = operand
+        if isinstance(operand, FullView):
+            operand.gathered.refresh()
+            self._gathered[id(operand.gathered.full)] = operand.gathered
+            full = operand.as_subclass(torch.Tensor)
+        elif isinstance(operand, Sharded):
+            full = self._gather(operand.shard).full
+        self._operand_by_id[id(full)] = operand
+        return full
+
+    def _gather(self, shard: Any) -> Gathered:
+        if id(shard) not in self._gathered:
+            gather = full_tensor_with_gradient if _is_tracked([shard]) else full_tensor
+            self._gathered[id(shard)] = Gathered(shard, gather(shard))
+        return self._gathered[id(shard)]
+
+    def write_back(self) -> None:
+        """Write what the function has written to the shards."""
+        for gathered in self._gathered.values():
+            gathered.write_back()
+
+    def result(self, value: Any) -> Any:
+        """Return what the user gets in place of a result: an operand, a view, or the result."""
+        if id(value) in self._operand_by_id:
+            return self._operand_by_id[id(value)]
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
+            storage = value.untyped_storage()._cdata
+            for gathered in self._gathered.values():
+                if gathered.full.untyped_storage()._cdata == storage:
+                    return gathered.as_view(value)
+        return value
+
+
+def run_on_full(call: Call) -> Any:
+    """Run a function on full tensors, and write what it has changed back to the shards."""
+    operands = _FullOperands()
+    # The operands are known by their ids, so that these have to live until the results are known.
+    args, kwargs = map_leaves(operands.full, (tuple(call.args), call.kwargs))
+    result = call.function(*args, **kwargs)
+    operands.write_back()
+    return map_leaves(operands.result, result)
+
+
+METHODS: Mapping[str, Handler] = {
+    **dict.fromkeys(FACTS, _ask_shard),
+    **dict.fromkeys([f"{attribute}.__get__" for attribute in VIEWS], run_on_full),
+    "__get__": _get_attribute,
+    "__set__": _set_attribute,
+    "__repr__": _show,
+    "data.__get__": _get_data,
+    "data.__set__": _set_data,
+    "grad.__set__": _set_gradient,
+    "requires_grad.__set__": _set_whether_trained,
+    "requires_grad_": _change_whether_trained,
+    "register_hook": _register_hook,
+    "register_post_accumulate_grad_hook": _register_hook,
+}
+"""Name of a function whose first argument is sharded -> what runs in its place."""
+
+FUNCTIONS: Mapping[str, Handler] = {
+    "__deepcopy__": _copy,
+    "grad": _refuse_gradients,
+    "numpy": _read_only_array,
+}
+"""Name of a function that gets a sharded tensor or a view anywhere -> what runs in its place."""
