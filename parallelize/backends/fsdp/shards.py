@@ -129,7 +129,8 @@ def shard_like(full: torch.Tensor, like: Any, *, source: int | None = None) -> A
         source: the rank whose values count, which sends them; None: all ranks have the same values.
     """
     mesh = like.device_mesh
-    shard: Any = distribute_tensor(
-        full.detach().to(mesh.device_type), mesh, like.placements, src_data_rank=source
-    )
+    # The rows would have the order of memory of the full tensor, such as a transposed one, but
+    # fused optimizers on a CPU ignore strides: they take parameters and state in one order.
+    contiguous = full.detach().to(mesh.device_type).contiguous()
+    shard: Any = distribute_tensor(contiguous, mesh, like.placements, src_data_rank=source)
     return shard.to(like.device)
