@@ -1,8 +1,14 @@
-"""Broadcast of rank 0's parameters and buffers, and checks that it is possible, before a collective would fail."""
+"""The entry of a model's parameters and buffers into a block: all ranks start from rank 0's values.
+
+refuse_unbroadcastable   names what cannot be sent, before anything is
+place                    moves tensors to the device of the rank, which may have none yet
+broadcast_from_rank_0    overwrites tensors, of any strides, with rank 0's values
+
+message                  tensors that are sent together, as one flat tensor
+"""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,99 +28,149 @@ from parallelize.torch_patches.module_tensors import (
     all_parameters,
 )
 
-__all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "place", "refuse_unbroadcastable"]
-
 _ALONE_BYTES = 2**20
-"""A tensor of this size is sent alone and needs no copy: a device under fsdp may have no room for a copy of a unit."""
+"""A tensor of this size is sent alone and needs no copy.
+
+A device under fsdp may have no room for a copy of a unit.
+"""
 
 _MESSAGE_BYTES = 32 * 2**20
-"""Smaller tensors share messages of about this size, whose sending takes far longer than the start of a collective."""
+"""Smaller tensors share messages of about this size.
+
+The sending of such a message takes far longer than the start of a collective.
+"""
+
+_INTEGER_OF_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def refuse_unbroadcastable(model: nn.Module, *, accepts_expanded: bool) -> None:
+def refuse_unbroadcastable(model: nn.Module) -> None:
     """Refuse parameters and buffers that rank 0 cannot broadcast at the entry of a block.
 
     Args:
         model: already on its final device.
-        accepts_expanded: whether an expanded tensor, whose elements share memory, can be broadcast.
 
     Raises:
-        ConfigError: a tensor whose layout or dtype broadcast does not support, or that broadcast cannot overwrite.
+        ConfigError: a tensor that a collective cannot send, or that its values cannot overwrite.
     """
-    for name, each in (*all_named_parameters(model), *all_named_buffers(model)):
-        obstacle = _obstacle(each, accepts_expanded=accepts_expanded)
+    for name, tensor in (*all_named_parameters(model), *all_named_buffers(model)):
+        obstacle = _obstacle(tensor)
         if obstacle is not None:
+            description, remedy = obstacle
             raise ConfigError(
-                f"{name} of {type(model).__name__} {obstacle[0]}",
+                f"{name} of {type(model).__name__} {description}",
                 why="parameters and buffers are broadcast from rank 0, which this tensor does not support",
-                fix=f"{obstacle[1]}, or keep it as a plain attribute, with the same value on every rank",
+                fix=f"{remedy}, or keep it as a plain attribute, with the same value on every rank",
             )
 
 
-def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | None:
+def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Return (why a tensor cannot be broadcast, how to change it); None if it can be broadcast."""
-    if x.layout is not torch.strided:
-        return f"is {x.layout}", "use to_dense()"
-    # NCCL supports one-byte float types.
-    if x.dtype not in differentiable.NATIVE_DTYPES and not (x.dtype.itemsize == 1 and x.device.type != "cpu"):
-        return f"is {x.dtype}", "use int32, int64 or a float type of 16 bits or more"
-    if x.is_conj():
+    if tensor.layout is not torch.strided:
+        return f"is {tensor.layout}", "use to_dense()"
+    if tensor.is_quantized:
+        return f"is {tensor.dtype}", "use int_repr(), with its scale beside it"
+    if tensor.is_conj():
         return "is a conjugate view", "use resolve_conj()"
-    if _expanded_dimensions(x):
-        return None if accepts_expanded else ("is expanded: its elements share memory", "use contiguous()")
-    if torch.empty_like(x, device="meta").stride() != x.stride():
-        return "is a view with gaps between its elements", "use contiguous()"
+    if tensor.is_neg():
+        return "is a negative view", "use resolve_neg()"
+    if tensor.requires_grad and _expanded_dimensions(tensor):
+        # No optimizer of one process could write to it either.
+        return "is trained and expanded: its elements share memory", "use contiguous()"
+    if _windows_overlap(tensor):
+        return "has elements that share memory", "use contiguous()"
     return None
 
 
-def place(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters and buffers of a module to a device, except sharded ones; give values to those on "meta".
+def _windows_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory in another way than along expanded dimensions.
 
-    They are those of each submodule's `reset_parameters`, or else NaN until values are loaded.
+    They do in the windows of `unfold`, one of which rank 0's values for the next one would overwrite.
     """
-    for part in reversed(list(module.modules())):  # children first: a parent may initialize them anew
-        tensors = [*all_parameters(part, recurse=False), *all_buffers(part, recurse=False)]
-        missing = [each for each in tensors if each.is_meta]
-        for each in missing:
-            value = torch.full_like(each, torch.nan if each.is_floating_point() else 0, device=device)
-            is_parameter = isinstance(each, nn.Parameter)
-            swap: Any = torch.utils.swap_tensors
-            swap(each, nn.Parameter(value, each.requires_grad) if is_parameter else value)
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if missing and reset is not None:
-            reset()
-        elif missing:
-            warnings.warn(
-                f"a {type(part).__name__} on the meta device has no reset_parameters(): its own tensors are NaN until "
-                "values are loaded in the block",
-                stacklevel=user_stacklevel(),
-            )
-        for each in tensors:
-            if not hasattr(each, "full_tensor"):
-                each.data = each.data.to(device)
+    reach = 1  # elements of memory that the dimensions with smaller strides span
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 or size <= 1:
+            continue
+        if stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of a module to a device, except sharded ones.
+
+    Those on "meta" get the values of each submodule's `reset_parameters`, or else NaN until values
+    are loaded.
+    """
+    # Children first: a parent may initialize them anew.
+    for submodule in reversed(list(module.modules())):
+        tensors = [
+            *all_parameters(submodule, recurse=False),
+            *all_buffers(submodule, recurse=False),
+        ]
+        without_values = [tensor for tensor in tensors if tensor.is_meta]
+        if without_values:
+            _give_values(submodule, without_values, device)
+        for tensor in tensors:
+            if not hasattr(tensor, "full_tensor"):
+                tensor.data = tensor.data.to(device)
+
+
+def _give_values(module: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give tensors on the meta device, of a module itself, memory and values on a device."""
+    swap: Any = torch.utils.swap_tensors
+    for tensor in tensors:
+        fill = torch.nan if tensor.is_floating_point() else 0
+        values = torch.full_like(tensor, fill, device=device)
+        if isinstance(tensor, nn.Parameter):
+            values = nn.Parameter(values, tensor.requires_grad)
+        swap(tensor, values)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is not None:
+        reset()
+        return
+    warnings.warn(
+        f"a {type(module).__name__} on the meta device has no reset_parameters(): its own tensors "
+        "are NaN until values are loaded in the block",
+        stacklevel=user_stacklevel(),
+    )
 
 
 def broadcast_from_rank_0(tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite tensors with rank 0's values, in place; a collective of few messages, in one order on all ranks."""
+    """Overwrite tensors with rank 0's values, in place.
+
+    This is a collective of few messages, in one order on all ranks.
+    """
     for message in _messages([_as_sent(tensor.detach()) for tensor in tensors]):
-        _send(message, functools.partial(dist.broadcast, src=0))
+        _send(message, _broadcast)
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view in a dtype that can be concatenated and sent on every device.
+    """Return a view in a dtype that can be concatenated on every device.
 
-    On CUDA, `torch.cat` and `torch._foreach_copy_` lack some one-byte float types and complex32.
+    On CUDA, `torch.cat` and `torch._foreach_copy_` lack some one-byte float types, unsigned
+    integers and complex32.
     """
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+    if tensor.itemsize > 1 and tensor.dtype in differentiable.NATIVE_DTYPES:
+        return tensor
+    return tensor.view(_INTEGER_OF_ITEMSIZE[tensor.itemsize])
+
+
+def _broadcast(contiguous: torch.Tensor) -> None:
+    """Broadcast from rank 0, as bytes where process groups do not send the dtype."""
+    if contiguous.dtype not in differentiable.NATIVE_DTYPES:
+        contiguous = contiguous.view(torch.uint8)
+    dist.broadcast(contiguous, src=0)
 
 
 def _messages(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Divide tensors into messages, each of one dtype and device.
 
-    The messages depend on shapes, dtypes and devices, but not on strides: a weight may be transposed on one rank only.
-    Small tensors share messages. A large one is sent alone, so that it need not be copied.
+    The messages depend on shapes, dtypes and devices, but not on strides: a weight may be
+    transposed on one rank only. Small tensors share messages. A large one is sent alone, so that it
+    need not be copied.
     """
     messages: list[list[torch.Tensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -125,50 +181,54 @@ def _messages(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
         if tensor.nbytes >= _ALONE_BYTES:
             messages.append([tensor])
             continue
-        kind = tensor.dtype, tensor.device
-        filling.setdefault(kind, []).append(tensor)
-        bytes_filled[kind] += tensor.nbytes
-        if bytes_filled[kind] >= _MESSAGE_BYTES:
-            messages.append(filling.pop(kind))
-            del bytes_filled[kind]
+        dtype_and_device = tensor.dtype, tensor.device
+        filling.setdefault(dtype_and_device, []).append(tensor)
+        bytes_filled[dtype_and_device] += tensor.nbytes
+        if bytes_filled[dtype_and_device] >= _MESSAGE_BYTES:
+            messages.append(filling.pop(dtype_and_device))
+            del bytes_filled[dtype_and_device]
     return [*messages, *filling.values()]
 
 
 @torch.no_grad()
-def _send(tensors: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
-    """Run a collective on a flat tensor of the elements of all these tensors, and copy its result to the tensors.
+def _send(message: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+    """Run a collective on a flat tensor of a message's elements, and copy its result back.
 
-    NCCL takes contiguous tensors only. A contiguous tensor that is sent alone is overwritten by the collective itself.
+    NCCL takes contiguous tensors only. A contiguous tensor that is sent alone is overwritten by the
+    collective itself.
 
     Args:
-        tensors: of one dtype and device, without gradients.
+        message: tensors of one dtype and device, without gradients.
         collective: overwrites a flat or contiguous tensor, the same on all ranks.
     """
     # An inference tensor has no version.
-    versioned = tuple([tensor for tensor in tensors if not tensor.is_inference()])
-    # Autograd is not to know of the new values: batch norm has saved its statistics for a backward that does not use
-    # them, and that would refuse a later version of them.
+    versioned = tuple([tensor for tensor in message if not tensor.is_inference()])
+    # Autograd is not to know of the new values: batch norm has saved its statistics for a backward
+    # that does not use them, and that would refuse a later version of them.
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned):
-        if len(tensors) == 1 and tensors[0].is_contiguous():
-            collective(tensors[0])
+        if len(message) == 1 and message[0].is_contiguous():
+            collective(message[0])
             return
-        # Without `contiguous`, the flat view of a tensor with gaps, such as x[::2], would have gaps, too.
-        flat_parts = [tensor.contiguous().flatten() for tensor in tensors]
-        flat = flat_parts[0] if len(tensors) == 1 else torch.cat(flat_parts)
+        # Without `contiguous`, the flat view of a tensor with gaps, such as x[::2], would have
+        # gaps, too.
+        flat_tensors = [tensor.contiguous().flatten() for tensor in message]
+        flat = flat_tensors[0] if len(message) == 1 else torch.cat(flat_tensors)
         collective(flat)
-        results = torch.split(flat, [tensor.numel() for tensor in tensors])
-        targets, values = list[torch.Tensor](), list[torch.Tensor]()
-        for tensor, value in zip(tensors, results, strict=True):
-            dimensions = _expanded_dimensions(tensor)
-            targets.append(_first_along(tensor, dimensions))
-            values.append(_first_along(value.view(tensor.shape), dimensions))
+        results = torch.split(flat, [tensor.numel() for tensor in message])
+        targets = list[torch.Tensor]()
+        values = list[torch.Tensor]()
+        for tensor, result in zip(message, results, strict=True):
+            expanded = _expanded_dimensions(tensor)
+            targets.append(_first_along(tensor, expanded))
+            values.append(_first_along(result.view(tensor.shape), expanded))
         torch._foreach_copy_(targets, values)
 
 
 def _expanded_dimensions(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions along which the elements of a tensor share memory."""
-    sizes_and_strides = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    return [dimension for dimension, (size, stride) in sizes_and_strides if size > 1 and stride == 0]
+    """Return the dimensions along which all elements are the same memory."""
+    return [
+        dimension for dimension in range(tensor.ndim) if tensor.shape[dimension] > 1 and tensor.stride(dimension) == 0
+    ]
 
 
 def _first_along(tensor: torch.Tensor, dimensions: Iterable[int]) -> torch.Tensor:
@@ -176,6 +236,12 @@ def _first_along(tensor: torch.Tensor, dimensions: Iterable[int]) -> torch.Tenso
     for dimension in dimensions:
         tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+def _average(contiguous: torch.Tensor) -> None:
+    """Overwrite a tensor with its mean over the ranks."""
+    contiguous /= dist.get_world_size()
+    dist.all_reduce(contiguous)
 
 
 class RegisteredBuffers:
@@ -186,7 +252,11 @@ class RegisteredBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._registrations = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        # A program may put another tensor in the place of a buffer.
+        self._registrations: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        for module in model.modules():
+            for name in module._buffers:
+                self._registrations.append((module._buffers, name))
 
     def broadcast(self) -> None:
         """Overwrite the buffers with rank 0's."""
@@ -194,17 +264,16 @@ class RegisteredBuffers:
 
     def average(self) -> None:
         """Overwrite floating buffers with their mean over the ranks."""
-
-        def mean(flat: torch.Tensor) -> None:
-            flat /= dist.get_world_size()
-            dist.all_reduce(flat)
-
-        floating = [buffer.detach() for buffer in self._present() if buffer.is_floating_point()]
+        buffers = self._present()
+        floating = [buffer.detach() for buffer in buffers if buffer.is_floating_point()]
         for message in _messages(floating):
-            _send(message, mean)
+            _send(message, _average)
 
     def _present(self) -> list[torch.Tensor]:
         """Return the buffers that have values now, each once, without expanded ones."""
-        buffers = [registered.get(name) for registered, name in self._registrations]
-        present = {id(buffer): buffer for buffer in buffers if buffer is not None}
-        return [buffer for buffer in present.values() if not _expanded_dimensions(buffer)]
+        present: dict[int, torch.Tensor] = {}
+        for buffers, name in self._registrations:
+            buffer = buffers.get(name)
+            if buffer is not None and not _expanded_dimensions(buffer):
+                present[id(buffer)] = buffer
+        return list(present.values())

@@ -93,7 +93,7 @@ class ReplicatedEngine(Engine):
 
     def __init__(self, options: DDPOptions, module: nn.Module, *, inner: Inner) -> None:
         model = inner.model
-        refuse_unbroadcastable(model, accepts_expanded=False)
+        refuse_unbroadcastable(model)
         self.reduction = options.reduction(inner)
         self._model, self._how = model, inner.buffer_source if options.broadcast_buffers else None
         broadcast_from_rank_0(list(all_parameters(model)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from ranks import Checks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize import parallel_model, rank
+from parallelize import ConfigError, distributed, load, parallel_model, rank, save
 from parallelize.backends import broadcast
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0
 from parallelize.run.containers import leaves
@@ -96,6 +98,7 @@ def without_dimensions() -> nn.Module:
 def empty() -> nn.Module:
     model = nn.Linear(4, 8)
     model.none = nn.Parameter(torch.randn(0, 3))
+    model.rows_of_nothing = nn.Parameter(torch.randn(3, 0))
     model.register_buffer("nothing", torch.zeros(0))
     return model
 
@@ -111,6 +114,51 @@ def buffers() -> nn.Module:
     return model
 
 
+def of_rare_dtypes() -> nn.Module:
+    """What process groups do not send as it is."""
+    model = nn.Linear(4, 8)
+    model.short = nn.Parameter(torch.randint(100, (3, 5), dtype=torch.int16).t(), requires_grad=False)
+    model.register_buffer("unsigned", torch.randint(100, (3, 5)).to(torch.uint16))
+    model.register_buffer("wide", torch.randint(100, (3,)).to(torch.uint32))
+    model.register_buffer("large", torch.randint(100, (1024, 1025)).to(torch.int16))
+    model.register_buffer("eighth", torch.randn(3, 5).to(torch.float8_e4m3fn))
+    assert model.large.nbytes > broadcast._ALONE_BYTES
+    return model
+
+
+def parts_of_larger_tensors() -> nn.Module:
+    model = nn.Linear(4, 8)
+    model.weight = nn.Parameter(torch.randn(8, 10)[:, 2:6])
+    model.bias = nn.Parameter(torch.randn(8, 8).diagonal())
+    model.register_buffer("rows", torch.randn(8, 4)[::2])
+    return model
+
+
+class Quantized(nn.Module):
+    """Frozen parameters of integers and booleans, which index, scale and mask what a linear layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = 4
+        self.linear = nn.Linear(4, 4)
+        layer = self.linear
+        self.order = nn.Parameter(torch.randperm(4), requires_grad=False)
+        layer.mask = nn.Parameter(torch.rand(4) > 0.3, requires_grad=False)
+        layer.codes = nn.Parameter(torch.randint(255, (4, 4), dtype=torch.uint8), requires_grad=False)
+        layer.signed = nn.Parameter(torch.randint(9, (4, 4), dtype=torch.int8).t(), requires_grad=False)
+        layer.scale = nn.Parameter(torch.randn(1))
+        layer.temperature = nn.Parameter(torch.randn((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = (self.linear.codes.float() - self.linear.signed) / 255
+        mixed = self.linear(x)[:, self.order] * self.linear.mask @ codes
+        return mixed * self.linear.scale * self.linear.temperature.float()
+
+
+def integers() -> nn.Module:
+    return Quantized()
+
+
 def expanded() -> nn.Module:
     model = nn.Linear(4, 8)
     model.frozen = nn.Parameter(torch.randn(3, 1).expand(3, 2), requires_grad=False)
@@ -118,11 +166,10 @@ def expanded() -> nn.Module:
     return model
 
 
-OF_ALL = (transposed, large_and_transposed, permuted, channels_last, other_strides_on_rank_1, without_dimensions, empty)
-OF_BACKEND: Mapping[str, tuple[Callable[[], nn.Module], ...]] = {
-    "ddp": (*OF_ALL, buffers),
-    "fsdp": (*OF_ALL, buffers, expanded),
-}
+MAKES: tuple[Callable[[], nn.Module], ...] = (
+    *(transposed, large_and_transposed, permuted, channels_last, other_strides_on_rank_1, without_dimensions, empty),
+    *(buffers, expanded, of_rare_dtypes, parts_of_larger_tensors, integers),
+)
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -148,9 +195,98 @@ def train_from_rank_0(make: Callable[[], nn.Module], backend: str) -> None:
         torch.testing.assert_close(parameter.grad, other.grad)
 
 
-for each_backend, makes in OF_BACKEND.items():
-    for each_make in makes:
-        check[f"{each_backend}, {each_make.__name__}"] = functools.partial(train_from_rank_0, each_make, each_backend)
+for each_backend, each_make in itertools.product(("ddp", "fsdp"), MAKES):
+    check[f"{each_backend}, {each_make.__name__}"] = functools.partial(train_from_rank_0, each_make, each_backend)
+
+
+class FewRows(nn.Module):
+    """Parameters of fewer rows than ranks, of none, and of integers; all of them are in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Quantized() for _ in range(2))
+        for block in self.blocks:
+            block.wide = nn.Parameter(torch.randn(2, 4))
+            block.none = nn.Parameter(torch.randn(4, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) @ (block.wide.T @ block.wide) + block.none.sum()
+        return x
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """Train, save, train on and load again; return the values after these."""
+    torch.manual_seed(0)
+    model, inputs = FewRows(), torch.randn(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    reached = dict[str, Any]()
+
+    def train(name: str) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        reached[name] = {key: value.clone() for key, value in model.state_dict().items()}
+
+    with parallel_model(model):
+        train("first")
+        save(folder / "saved", model=model, optimizer=optimizer)
+        train("second")
+        load(folder / "saved", model=model, optimizer=optimizer)
+        train("again")
+    reached["after"] = values_of(model)
+    return reached
+
+
+def test_few_rows_and_integers_train_and_are_saved(tmp_path: Path) -> None:
+    """Three ranks train what one does, and go on from a checkpoint, under ddp and fsdp."""
+    one = distributed(processes=1)(trained)(tmp_path / "one")
+    torch.testing.assert_close(one["again"], one["second"], rtol=0, atol=0)
+    for backend in ("ddp", "fsdp"):
+        three = distributed(processes=3, backend=backend)(trained)(tmp_path / backend)
+        torch.testing.assert_close(three, one, rtol=1e-5, atol=1e-6)
+
+
+def transposed_through_blocks(options: dict[str, Any]) -> torch.Tensor:
+    """Step before, in and after blocks; return the weight, which is transposed at first."""
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(4, 4), torch.randn(8, 4)
+    model.weight = nn.Parameter(torch.randn(4, 4).t())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+
+    def train() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+    for _ in range(2):
+        train()
+        with parallel_model(model):
+            train()
+    train()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.filterwarnings("ignore:.*outside of parallel_model")
+def test_state_from_before_the_block_has_the_strides_of_rows() -> None:
+    """Fused steps on a CPU ignore strides: state of a transposed parameter goes with its rows, which are contiguous."""
+    for options in ({"fused": True}, {"foreach": True}):
+        one = distributed(processes=1)(transposed_through_blocks)(options)
+        two = distributed(processes=2, backend="fsdp")(transposed_through_blocks)(options)
+        torch.testing.assert_close(two, one)
+
+
+@check
+def floats_of_one_byte_are_refused_on_cpus() -> None:
+    """Under fsdp gloo would have to gather them."""
+    model = nn.Linear(4, 8)
+    model.frozen = nn.Parameter(torch.randn(4).to(torch.float8_e4m3fn), requires_grad=False)
+    expected = pytest.raises(ConfigError, match=r"(?s)frozen of Linear is torch.float8_e4m3fn under fsdp.*uint8")
+    with expected, parallel_model(model, backend="fsdp"):
+        pass
 
 
 @check

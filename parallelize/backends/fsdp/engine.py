@@ -45,7 +45,12 @@ from parallelize.backends.fsdp.restore import make_plain, restore
 from parallelize.backends.fsdp.sharding import shard
 from parallelize.backends.fsdp.shards import changes_of
 from parallelize.backends.fsdp.stand_in import HookOfBlock, StandIn
-from parallelize.backends.fsdp.units import refuse_gradients, units_of
+from parallelize.backends.fsdp.units import (
+    is_sharded,
+    refuse_gradients,
+    refuse_one_byte_floats,
+    units_of,
+)
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction
@@ -106,7 +111,8 @@ class FSDPEngine(Engine):
         model = inner.model
         units = units_of(model, options.blocks)
         refuse_gradients(model, units)
-        refuse_unbroadcastable(model, accepts_expanded=True)
+        refuse_unbroadcastable(model)
+        refuse_one_byte_floats(model, device)
         self._options = options
         self._inner = inner
         self._restore = restore
@@ -122,7 +128,7 @@ class FSDPEngine(Engine):
         self.local = self._run
         self._begin_forwards()
         self._begin_hooks()
-        self._replicate_scalars()
+        self._replicate_whole_parameters()
 
     def _begin_forwards(self) -> None:
         """Set what changes from forward to forward."""
@@ -159,15 +165,15 @@ class FSDPEngine(Engine):
             handle = model.register_state_dict_post_hook(gather)
             self._hooks.callback(handle.remove)
 
-    def _replicate_scalars(self) -> None:
-        """Let the block average the gradients of parameters without dimensions."""
-        scalars = {}
+    def _replicate_whole_parameters(self) -> None:
+        """Let the block average the gradients of parameters that every rank holds whole."""
+        whole_parameters = {}
         for parameter, name in self._names.items():
-            if not parameter.ndim:
-                scalars[name.replace(".", "_")] = parameter
-        if scalars:
+            if not is_sharded(parameter):
+                whole_parameters[name.replace(".", "_")] = parameter
+        if whole_parameters:
             self.reduction = Reduction()
-            self.replicas = nn.ParameterDict(scalars)
+            self.replicas = nn.ParameterDict(whole_parameters)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, which gathers parameters from all ranks; a collective.

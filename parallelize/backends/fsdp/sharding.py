@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from parallelize.backends.broadcast import broadcast_from_rank_0, place
 from parallelize.backends.fsdp.meshes import Meshes
 from parallelize.backends.fsdp.stand_in import StandIn
+from parallelize.backends.fsdp.units import is_sharded
 from parallelize.plugins.base import Inner
 from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 
@@ -94,7 +95,7 @@ def _give_values_of_rank_0(module: nn.Module, sharded: set[torch.Tensor]) -> lis
             continue
         tensors.append(tensor)
         # fully_shard refuses parameters with other strides: transposed ones, and channels_last.
-        if isinstance(tensor, nn.Parameter) and not tensor.is_contiguous():
+        if isinstance(tensor, nn.Parameter) and is_sharded(tensor):
             tensor.data = tensor.data.contiguous()
     broadcast_from_rank_0(tensors)
     return tensors
@@ -103,12 +104,11 @@ def _give_values_of_rank_0(module: nn.Module, sharded: set[torch.Tensor]) -> lis
 def _parameters_of_other_units(module: nn.Module, sharded: set[torch.Tensor]) -> set[nn.Parameter]:
     """Return the parameters of a module that its unit does not shard.
 
-    A parameter of another unit gathers itself where this unit uses it. One without dimensions has
-    no rows.
+    A parameter of another unit gathers itself where this unit uses it.
     """
     parameters = set()
     for parameter in all_parameters(module):
-        if parameter in sharded or not parameter.ndim:
+        if parameter in sharded or not is_sharded(parameter):
             parameters.add(parameter)
     return parameters
 

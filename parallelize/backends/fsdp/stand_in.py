@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parallelize.backends.fsdp import full_tensors
 from parallelize.backends.fsdp.shards import dtensor_of
+from parallelize.backends.fsdp.units import is_sharded
 from parallelize.errors import SyncError
 from parallelize.gradients import differentiable
 from parallelize.plugins.base import Inner
@@ -333,12 +334,12 @@ def _state_of(module: nn.Module) -> Any:
 def _registrations_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return (module, name in it, parameter) of all parameters that can be cut into rows.
 
-    A tied parameter has several registrations. Parameters without dimensions are replicated.
+    A tied parameter has several registrations. Every rank holds the other parameters whole.
     """
     registrations = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.ndim:
+            if parameter is not None and is_sharded(parameter):
                 registrations.append((module, name, parameter))
     return registrations
 

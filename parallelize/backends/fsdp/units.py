@@ -19,12 +19,23 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 from parallelize.gradients.autograd_graph import has_sparse_gradient
-from parallelize.torch_patches.module_tensors import all_parameters
+from parallelize.torch_patches.module_tensors import all_named_parameters, all_parameters
 
 Blocks = Sequence[type[nn.Module] | str] | int | None
 """The option `blocks` of FSDPBackend: classes and names, a least number of parameters, or None."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether fully_shard divides a parameter of a unit. Every rank holds any other parameter whole.
+
+    fully_shard has no rows to divide in a parameter without dimensions, and fails at parameters
+    without elements. Of integers and booleans it would make a parameter that requires gradients
+    (`_init_sharded_param` in torch's _fsdp_param.py), which torch refuses.
+    """
+    is_differentiable = parameter.is_floating_point() or parameter.is_complex()
+    return parameter.ndim > 0 and parameter.numel() > 0 and is_differentiable
 
 
 def units_of(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
@@ -145,8 +156,8 @@ def refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
     for unit in (*units, model):
         dtypes = set()
         for parameter in all_parameters(unit):
-            # Parameters without dimensions are replicated, and of no unit.
-            is_trained = parameter.requires_grad and parameter.ndim
+            # Every rank holds the other parameters whole: they are of no unit.
+            is_trained = parameter.requires_grad and is_sharded(parameter)
             if is_trained and parameter not in of_inner_units:
                 dtypes.add(str(parameter.dtype))
         of_inner_units.update(all_parameters(unit))
@@ -158,4 +169,15 @@ def refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 fix="use the same dtype (complex as torch.view_as_real), choose "
                 "FSDPBackend(blocks=[...]) so that they are in different blocks, or use "
                 "backend='ddp'",
+            )
+
+
+def refuse_one_byte_floats(model: nn.Module, device: torch.device) -> None:
+    """Refuse parameters in float8 types where gloo would gather them, which does not know them."""
+    for name, parameter in all_named_parameters(model):
+        if device.type == "cpu" and parameter.is_floating_point() and parameter.itemsize == 1:
+            raise ConfigError(
+                f"{name} of {type(model).__name__} is {parameter.dtype} under fsdp on CPUs",
+                why="gloo does not gather float types of one byte",
+                fix="register it as a buffer, keep it as .view(torch.uint8), or use backend='ddp'",
             )
