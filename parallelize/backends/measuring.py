@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.cluster.host_memory import available_host_bytes
 from parallelize.run.containers import leaves
 from parallelize.torch_patches.module_tensors import all_parameters
 
@@ -32,13 +33,11 @@ def free_bytes(device: torch.device, processes: int = 1) -> float:
         reserved = torch.cuda.memory_reserved(device)
         free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
         return float(free + reserved - torch.cuda.memory_allocated(device))
-    if device.type != "cpu" or not Path("/proc/meminfo").exists():
+    status = Path("/proc/self/status")
+    if device.type != "cpu" or not status.exists():
         return float("inf")
-    node, own = (
-        dict(line.split(":", 1) for line in Path(path).read_text().splitlines())
-        for path in ("/proc/meminfo", "/proc/self/status")
-    )
-    found = [_kibibytes(node["MemAvailable"]) / processes]
+    own = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    found = [available_host_bytes() / processes]
     for name, limit in _LIMITS.items():
         most = resource.getrlimit(limit)[0]
         found += [] if most == resource.RLIM_INFINITY else [most - _kibibytes(own[name])]
