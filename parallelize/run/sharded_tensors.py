@@ -1,9 +1,46 @@
-"""The sharded tensors that fsdp makes in a run: which are alive, and what becomes of them."""
+"""The sharded tensors that fsdp makes in a run: which are alive, and what becomes of them.
+
+At the end of a block, the ranks have to know which of their tensors belong together, although some
+code may have run on one rank alone, such as `if is_main(): best = copy.deepcopy(model)`. So a
+tensor has a place: the stretch of the program in which it was made, and its number there.
+
+    the entry of a block    a stretch, of the parameters
+    a forward               begins a stretch, because all ranks make each forward together
+    the step of an          a stretch of its own, which is named by what it steps: in it, the state
+    optimizer               of the optimizer is made
+
+Tensors of different ranks belong together if they have the same place in stretches in which all of
+the ranks have made equally many.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass
+class Stretch:
+    """A stretch of the program.
+
+    Attributes:
+        name: the same on all ranks.
+        tensors_made: number of sharded tensors that this rank has made in it.
+    """
+
+    name: str
+    tensors_made: int = 0
+
+
+class Place(NamedTuple):
+    """Where a sharded tensor was made; as text, the same on all ranks that have made it."""
+
+    stretch: Stretch
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.stretch.name}, {self.number} of {self.stretch.tensors_made}"
 
 
 class ShardedTensors:
@@ -23,12 +60,32 @@ class ShardedTensors:
         self.open_engines = 0
         self.keeps_shards = False
         self._added = 0
+        self._stretches_begun = 0
+        self._stretch = self._outside_of_steps = Stretch("before the first block")
+        self._stretches_of_steps: dict[str, Stretch] = {}
         self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, tensor: Any) -> None:
-        """Note a tensor that was made, without keeping it alive."""
+        """Note a tensor that was made, and its place, without keeping it alive."""
+        self._stretch.tensors_made += 1
+        tensor.__dict__["place"] = Place(self._stretch, self._stretch.tensors_made)
         self._by_number[self._added] = tensor
         self._added += 1
+
+    def begin_stretch(self) -> None:
+        """Begin a stretch; called where all ranks are at the same point of the program."""
+        self._stretches_begun += 1
+        self._stretch = self._outside_of_steps = Stretch(f"stretch {self._stretches_begun}")
+        self._stretches_of_steps.clear()
+
+    def begin_step(self, parameter: Any) -> None:
+        """Begin, or go on with, the stretch of the steps on a parameter, until `end_step`."""
+        name = f"{self._outside_of_steps.name}, step on ({parameter.place})"
+        self._stretch = self._stretches_of_steps.setdefault(name, Stretch(name))
+
+    def end_step(self) -> None:
+        """Go on with the stretch outside of steps."""
+        self._stretch = self._outside_of_steps
 
     def leave_sharded(self) -> None:
         """Let the tensors stay sharded for good; called when a block under `restore=False` ends.

@@ -41,7 +41,7 @@ from parallelize.backends.fsdp import full_tensors
 from parallelize.backends.fsdp.calls import ShardedTensor
 from parallelize.backends.fsdp.meshes import meshes_of
 from parallelize.backends.fsdp.optimizers import Steps
-from parallelize.backends.fsdp.restore import make_plain, restore
+from parallelize.backends.fsdp.restore import Restoration
 from parallelize.backends.fsdp.sharding import shard
 from parallelize.backends.fsdp.shards import changes_of
 from parallelize.backends.fsdp.stand_in import HookOfBlock, StandIn
@@ -116,14 +116,21 @@ class FSDPEngine(Engine):
         self._options = options
         self._inner = inner
         self._restore = restore
-        self._home = _device_after(model, device)
+        self._home = _device_after(model)
         self._names = {parameter: name for name, parameter in all_named_parameters(model)}
         self._meshes = meshes_of(options, world, device)
         self._registry = current().sharded_tensors
         self._registry.open_engines += 1
         allow_in_lists(ShardedTensor, full_tensors.ShardedParameter)
         self._stand_in = StandIn(inner, self._names, self._registry)
+        self._registry.begin_stretch()
         shard(self._stand_in, inner, units, options=options, meshes=self._meshes, device=device)
+        self._registry.begin_stretch()
+        self._end = Restoration(
+            self._registry, self._home, rank=world.rank, ranks_of_node=world.local_world_size
+        )
+        if restore:
+            self._end.announce(parameter.original for parameter in self._stand_in.parameters)
         self.module = self._run
         self.local = self._run
         self._begin_forwards()
@@ -182,6 +189,7 @@ class FSDPEngine(Engine):
             SyncError: a parameter was replaced, or forward has written to one.
             ConfigError: forward AD, which FSDP2 does not support.
         """
+        self._registry.begin_stretch()
         is_training = torch.is_grad_enabled()
         source = None
         if is_training and self._inner.model.training:
@@ -337,15 +345,13 @@ class FSDPEngine(Engine):
             self._stand_in.close()
         if failed:
             return
-        if not self._restore:
+        originals = [parameter.original for parameter in self._stand_in.parameters]
+        if not self._restore or not self._end.restore_parameters(originals):
             self._registry.leave_sharded()
             return
         self._steps.close()
         self._hooks.close()
-        originals = [parameter.original for parameter in self._stand_in.parameters]
-        for original in originals:
-            make_plain(original, self._home)
-        restore(self._registry, self._home)
+        self._end.restore_others()
         if self._options.broadcast_buffers:
             self._buffers.broadcast()
         if self._meshes.has_copies and differences([fingerprint(originals)]):
@@ -357,11 +363,14 @@ class FSDPEngine(Engine):
             )
 
 
-def _device_after(model: nn.Module, device: torch.device) -> torch.device:
-    """Return where full parameters go at the end: where they came from, unless that was "meta"."""
+def _device_after(model: nn.Module) -> torch.device:
+    """Return where full parameters go at the end: where they came from.
+
+    A model comes from "meta" if it is too large for the device: its parameters go to the CPU.
+    """
     first = next(all_parameters(model))
     if first.is_meta:
-        return device
+        return torch.device("cpu")
     return first.device
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from parallelize.backends.fsdp.calls import ShardedTensor, stand_for
 from parallelize.backends.fsdp.full_tensors import ShardedParameter
 from parallelize.backends.fsdp.shards import dtensor_of, mark_changed, shard_like
+from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.step import BeforeStep, before_step, parameters_of
 
 # Files of torch.optim with steps that compute each element from the same element of the parameter,
@@ -65,6 +66,8 @@ class Steps:
         self._check = check
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._on_rows: _StepOnRows | None = None
+        # Where the sharded tensors of the running step are noted; None: no step runs.
+        self._registry: ShardedTensors | None = None
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(before_step(BeforeStep.PLACE, self._before))
 
@@ -86,6 +89,10 @@ class Steps:
         # A step that has raised has called no post-hook.
         self.end()
         parameters = _sharded_parameters(optimizer)
+        if not parameters:
+            return
+        self._registry = parameters[0].registry
+        self._registry.begin_step(parameters[0])
         for parameter in parameters:
             _cut_state(optimizer.state.get(parameter, {}), parameter)
         # A closure runs the user's code, which sees full tensors.
@@ -98,6 +105,9 @@ class Steps:
 
     def end(self, *_: Any) -> None:
         """Turn rows into sharded tensors again, if a step has turned them into rows."""
+        if self._registry is not None:
+            self._registry.end_step()
+            self._registry = None
         if self._on_rows is None:
             return
         for parameter in self._on_rows.parameters:
