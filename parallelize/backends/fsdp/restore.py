@@ -223,7 +223,9 @@ class Restoration:
 
     def _room_for(self, shards: Sequence[Any]) -> _Room:
         """Return this rank's room for the full values of shards."""
-        needed_bytes = sum(shard.nbytes for shard in shards)
+        needed_bytes = 0
+        for shard in shards:
+            needed_bytes += shard.nbytes
         most_bytes = needed_bytes
         if shards and shards[0].device_mesh.device_type == self._home.type:
             most_bytes += _bytes_to_gather(shards)
@@ -316,10 +318,7 @@ def _agree_on(labels: list[str]) -> _Agreement:
     of_all_ranks = set(labels).intersection(*labels_of_ranks)
     of_any_rank = set(labels).union(*labels_of_ranks)
     # All ranks gather in the order of rank 0.
-    common = []
-    for label in labels_of_ranks[0]:
-        if label in of_all_ranks:
-            common.append(label)
+    common = [label for label in labels_of_ranks[0] if label in of_all_ranks]
     return _Agreement(common, sorted(of_any_rank - of_all_ranks))
 
 
