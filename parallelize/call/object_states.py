@@ -35,7 +35,7 @@ class ObjectState:
     Args:
         tensors: parameters and buffers of a module, or parameters of an optimizer, by name.
         rest: training modes by the names of modules, or what `state_dict` returns, or the state of
-            a generator.
+            a generator; of an optimizer with sharded tensors: None.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -56,19 +56,36 @@ def _state_of(item: Any) -> ObjectState | None:
     """Return the state of an object; None: its class cannot read it, as before the first use."""
     tensors = {}
     for name, tensor in tensors_of(item).items():
-        # A model that a block with restore=False left sharded has DTensors, which only all ranks
-        # together can gather.
-        is_sharded = hasattr(tensor, "full_tensor")
-        if not is_lazy(tensor) and not is_sharded:
+        if not is_lazy(tensor) and not _is_sharded(tensor):
             tensors[name] = tensor.detach().requires_grad_(tensor.requires_grad)
     if is_a(item, nn.Module):
         modes = {name: module.training for name, module in item.named_modules()}
         return ObjectState(tensors, modes)
+    if is_a(item, Optimizer) and _has_sharded_state(item):
+        return ObjectState(tensors, rest=None)
     read, _ = _reader_and_writer(item)
     try:
         return ObjectState(tensors, read())
     except Exception:  # noqa: BLE001 - a user's class may raise anything
         return None
+
+
+def _has_sharded_state(optimizer: Optimizer) -> bool:
+    for state_of_parameter in optimizer.state.values():
+        if isinstance(state_of_parameter, Mapping):
+            for value in state_of_parameter.values():
+                if _is_sharded(value):
+                    return True
+    return False
+
+
+def _is_sharded(value: object) -> bool:
+    """Whether a value is a tensor that fsdp has left sharded after a block.
+
+    It has the methods of a DTensor. Only all ranks together can gather it, and rank 0 reads states
+    alone.
+    """
+    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
 def tensors_of(item: object) -> dict[str, Any]:
@@ -119,8 +136,9 @@ def restore(objects: Sequence[Any], states: Mapping[int, ObjectState]) -> list[s
         if missing:
             problems.append(
                 f"{type(objects[index]).__name__}: {', '.join(missing)} changed shape or name in "
-                "the call, stayed sharded (restore=False) or cannot be overwritten: not copied "
-                "back; return the object from the function, or its state"
+                "the call, stayed sharded or cannot be overwritten: not copied back; return the "
+                "object from the function, or its state, or use parallelize.save() in the call if "
+                "it is sharded"
             )
     return problems
 
@@ -135,6 +153,8 @@ def _write(item: Any, state: ObjectState) -> list[str]:
     if is_a(item, nn.Module):
         for name, module in item.named_modules():
             module.training = state.rest.get(name, module.training)
+    elif is_a(item, Optimizer) and state.rest is None:
+        return ["its state"]
     elif is_a(item, Optimizer) and type(item).load_state_dict is Optimizer.load_state_dict:
         _load_optimizer(item, state.rest)
     else:

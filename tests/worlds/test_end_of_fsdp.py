@@ -16,7 +16,7 @@ import torch
 from ranks import Checks
 from torch import nn
 
-from parallelize import load, parallel_model, rank, save
+from parallelize import distributed, load, parallel_model, rank, save
 
 WIDTH = 1024
 UNITS = 12
@@ -197,3 +197,21 @@ def what_will_not_fit_is_said_at_the_entry() -> None:
 def test_a_check_holds_on_all_ranks(name: str) -> None:
     """What the check's docstring says."""
     check.assert_holds(name)
+
+
+@distributed(processes=2)
+def fit_and_leave_sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    with parallel_model(model, backend="fsdp", restore=False):
+        train(model, optimizer)
+    return "trained"
+
+
+def test_an_optimizer_that_stays_sharded_does_not_come_back() -> None:
+    """Rank 0, which alone sends states to the caller, does not wait for the other ranks' shards; a warning says so."""
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    of_model = pytest.warns(UserWarning, match=r"Sequential: .* not copied back")
+    of_optimizer = pytest.warns(UserWarning, match=r"Adam: its state .* not copied back.*parallelize\.save")
+    with of_model, of_optimizer:
+        assert fit_and_leave_sharded(model, optimizer) == "trained"
+    assert not optimizer.state
