@@ -117,9 +117,10 @@ def parallel_model(
         optimizers: optimizers of these models, which Apex needs; all other engines need none.
         methods: names of methods that run as forward does, such as "loss" or "encode": split over
             devices (dp, balanced), under autocast, with inputs moved to the device.
-        restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
-            False: each rank keeps its shards, for models that no rank can hold; `state_dict()`,
-            `save` and calls of the model work, on all ranks together.
+        restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends,
+            with the states of optimizers, if all ranks have room for them. False: each rank keeps
+            its shards, for models that no rank can hold; `state_dict()`, `save` and calls of the
+            model work, on all ranks together.
         average: how gradients of the ranks are averaged. "ranks": with equal weights. "sum": they
             are added, for losses that are sums (`reduction="sum"`). "tokens": by the number of
             targets over which each loss is a mean, such as a cross entropy with `ignore_index` over

@@ -51,15 +51,16 @@ from parallelize.run.user_line import user_stacklevel
 _USED_FRACTION = 0.9
 """Full values may take this much of the free memory: the program goes on after the block."""
 
-_GATHERED_COPIES = 2
-"""A tensor is gathered with rows that pad the last rank's, and then copied without them."""
+_GATHERED_COPIES = 4
+"""To gather a tensor takes as much as this many copies of it: the result, the same with rows that
+pad those of the last rank, this rank's padded rows, and a buffer of gloo."""
 
 _MORE_LOOKS = 2
 """The ranks look at most this often again for tensors that are alive, if these differ."""
 
 _HOW_TO_SAVE = (
-    "Save it with parallelize.save(), which writes shards; parallel_model(model, restore=False) "
-    "keeps shards without this warning"
+    "parallelize.save() saves shards; parallel_model(model, restore=False) keeps them without this "
+    "warning"
 )
 
 
