@@ -4,6 +4,7 @@ What is entered, from top to bottom, and undone from bottom to top:
 
     run_of_block              the run of the surrounding function, or one for this block
     check_models, refuse_...  everything that can be refused, before anything is changed
+    set_data_ranks            (stays: the ranks of a tensor parallel model read the same batches)
     _in_block                 forgotten loaders are told, steps outside of blocks are not
     _move_to_device           (stays: the trained model is on the training device)
     same_bits                 logical= only
@@ -31,6 +32,7 @@ from parallelize.block.engines import build_engine
 from parallelize.block.models import LeafTensor, as_model, check_models
 from parallelize.block.refusals import refuse_contradictions
 from parallelize.block.run_of_block import run_of_block
+from parallelize.block.tensor_parallel import is_tensor_parallel, set_data_ranks
 from parallelize.data.forgotten import telling_forgotten_loaders
 from parallelize.errors import ConfigError
 from parallelize.gradients.averaging import Average
@@ -157,8 +159,10 @@ def parallel_model(
         # Nothing is changed until all is checked.
         initializes = run.config.wrap is None and run.config.backend.shards_gradients
         check_models(modules, block_options.methods, accepts_meta=initializes)
-        stack.enter_context(_in_block(active_or(run)))
         refuse_contradictions(run, modules, average=average, buffers=buffers)
+        is_outermost = not active_or(run).state.is_in_block
+        set_data_ranks(active_or(run), modules, is_outermost=is_outermost)
+        stack.enter_context(_in_block(active_or(run)))
         # The models get their devices, then their dtypes, then their engines.
         for module in modules:
             _move_to_device(module, run)
@@ -199,7 +203,8 @@ def _open_precision(
         optimizers=optimizers,
         device=run.device,
         world=run.world,
-        shards_gradients=run.config.backend.shards_gradients,
+        shards_gradients=run.config.backend.shards_gradients
+        or any(map(is_tensor_parallel, models)),
     )
     return run.config.amp_engine().open(request)
 

@@ -37,6 +37,7 @@ from parallelize.torch_patches.module_tensors import (
     all_named_buffers,
     all_named_parameters,
     all_parameters,
+    local_part,
 )
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,11 +60,14 @@ class Difference:
 
     Attributes:
         index: position of the tensor among those that were passed to `differences`.
-        rank: the first rank whose tensor differs from rank 0's.
+        rank: the first rank whose tensor differs.
+        reference: the rank from whose tensor it differs: rank 0, or the first of the ranks that
+            hold the same part of a tensor parallel model.
     """
 
     index: int
     rank: int
+    reference: int
 
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -86,7 +90,7 @@ def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
     A tensor without elements has one chunk.
     """
-    dense = tensor.detach()
+    dense = local_part(tensor.detach())
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
     if dense.is_complex():
@@ -121,6 +125,9 @@ def _position_weighted_sum(values: torch.Tensor) -> torch.Tensor:
 def differences(tensors: Sequence[torch.Tensor]) -> list[Difference]:
     """Return the tensors that differ between the ranks, in their order; a collective.
 
+    Of DTensors, the parts of the ranks that hold the same parts are compared. The result is the
+    same on all ranks, also on those whose parts do not differ.
+
     Args:
         tensors: as many on every rank, since rows of fingerprints are gathered. There is no
             collective for none.
@@ -129,12 +136,15 @@ def differences(tensors: Sequence[torch.Tensor]) -> list[Difference]:
         return []
     # Both tables have the shape (ranks, tensors).
     fingerprints = rows_of_ranks(_fingerprints_on_host(tensors))
-    is_different = fingerprints != fingerprints[0]
+    data_ranks = context.current().data_ranks
+    references = [data_ranks.first_rank_of(rank) for rank in range(len(fingerprints))]
+    is_different = fingerprints != fingerprints[references]
     indices = is_different.any(0).nonzero().flatten()
     differing = []
     for index in indices.tolist():
         ranks = is_different[:, index].nonzero().flatten()
-        differing.append(Difference(index, rank=int(ranks[0])))
+        rank = int(ranks[0])
+        differing.append(Difference(index, rank, reference=references[rank]))
     return differing
 
 
@@ -188,12 +198,14 @@ def require_same_model(model: nn.Module) -> None:
     for difference in differences([digest(repr(descriptions))]):
         descriptions_by_rank = gather_objects(descriptions)
         pairs = itertools.zip_longest(
-            descriptions_by_rank[0], descriptions_by_rank[difference.rank], fillvalue="nothing more"
+            descriptions_by_rank[difference.reference],
+            descriptions_by_rank[difference.rank],
+            fillvalue="nothing more",
         )
-        on_rank_0, on_rank = next(pair for pair in pairs if pair[0] != pair[1])
+        on_reference, on_rank = next(pair for pair in pairs if pair[0] != pair[1])
         raise SyncError(
-            f"{type(model).__name__} on rank {difference.rank} has {on_rank} where rank 0 has "
-            f"{on_rank_0}",
+            f"{type(model).__name__} on rank {difference.rank} has {on_rank} where rank "
+            f"{difference.reference} has {on_reference}",
             why="parallel training needs the same model on every rank",
             fix="build the model from the same arguments on every rank; freeze the same parameters",
         )

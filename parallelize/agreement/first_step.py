@@ -78,11 +78,14 @@ class FirstStep:
         sent = hash_of_inputs, tuple(counts_of_terms)
         replies = gather_objects(sent, group=comparison_group())
         distinct_inputs, counts_of_ranks = set(), []
-        for hash_of_rank, counts_of_rank in replies:
+        run = current()
+        # The ranks that hold one tensor parallel model read equal inputs.
+        for rank_of_world in run.data_ranks.ranks:
+            hash_of_rank, counts_of_rank = replies[rank_of_world]
             distinct_inputs.add(hash_of_rank)
             counts_of_ranks.append(counts_of_rank)
-        loader_warnings = current().loader_warnings
-        has_equal_inputs = len(distinct_inputs) == 1
+        loader_warnings = run.loader_warnings
+        has_equal_inputs = len(distinct_inputs) == 1 and len(counts_of_ranks) > 1
         if has_equal_inputs:
             # The check of loops over a DataLoader then does not warn of the same step again.
             loader_warnings.same_inputs_at = loader_warnings.passes
@@ -90,7 +93,7 @@ class FirstStep:
             return
         # A warning that names the line of the loader has said the same, and more.
         if has_equal_inputs and not loader_warnings.names_loader:
-            _warn_of_equal_inputs(self._models, len(replies))
+            _warn_of_equal_inputs(self._models, len(counts_of_ranks))
         _warn_of_unequal_counts(counts_of_ranks)
 
 

@@ -14,14 +14,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallelize.agreement.fingerprint import differences, fingerprint
 from parallelize.errors import SyncError
 from parallelize.gradients import differentiable
-from parallelize.run.context import is_main
+from parallelize.run.context import current, is_main
+from parallelize.run.groups import GroupPurpose, group_of_data_ranks
 from parallelize.run.user_line import user_stacklevel
-from parallelize.torch_patches.module_tensors import all_named_buffers, all_named_parameters
+from parallelize.torch_patches.module_tensors import (
+    all_named_buffers,
+    all_named_parameters,
+    local_part,
+)
 
 _MOST_SHOWN = 3
 """Differing tensors that a message names."""
@@ -115,11 +121,21 @@ def _differing(named_tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
 
 
 def _largest_difference(tensor: torch.Tensor) -> float:
-    """Return how far an element of any rank is from rank 0's at most; a collective."""
+    """Return how far an element of any rank is from the first rank's at most; a collective.
+
+    Of a DTensor, the ranks that hold the same part are compared: see `differences`.
+    """
+    run = current()
     dtype = torch.complex128 if tensor.is_complex() else torch.float64
-    values = tensor.detach().to(dtype)
-    values_of_rank_0 = differentiable.broadcast(values, 0)
-    difference = (values - values_of_rank_0).abs().max()
+    values = local_part(tensor.detach()).to(run.device, dtype).contiguous()
+    values_of_first = values.clone()
+    sent = values_of_first
+    if sent.is_complex():
+        # Not every process group sends complex numbers.
+        sent = torch.view_as_real(sent)
+    group = group_of_data_ranks(run.data_ranks, run.world, run.device, GroupPurpose.GRADIENTS)
+    dist.broadcast(sent, run.data_ranks.first_rank, group)
+    difference = (values - values_of_first).abs().max()
     return float(differentiable.all_reduce(difference, "max"))
 
 

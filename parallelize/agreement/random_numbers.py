@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from parallelize.agreement.fingerprint import comparison_group
 from parallelize.agreement.gather import broadcast_object, gather_objects
-from parallelize.run.context import Runtime
+from parallelize.run.context import Runtime, active_or
 from parallelize.run.generators import global_generators, state_hash
 
 _Hashes = dict[str, str]
@@ -25,10 +25,11 @@ _Hashes = dict[str, str]
 def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
     """Make the global generators of torch, random and NumPy draw other numbers on each rank.
 
-    A generator is reseeded if a lower rank has one in the same state. So rank 0 draws the numbers
-    that one process would draw. The new seed is made from the state and the rank, so that a run can
-    be repeated. At the end of the block, unless it raises, generators whose state was rank 0's get
-    the state that rank 0's has then.
+    A generator is reseeded if a lower data rank has one in the same state. So rank 0 draws the
+    numbers that one process would draw, and the ranks that hold one tensor parallel model draw
+    equal numbers. The new seed is made from the state and the rank, so that a run can be repeated.
+    At the end of the block, unless it raises, generators whose state was rank 0's get the state
+    that rank 0's has then.
 
     All ranks must enter and leave the context together: it makes collectives then.
 
@@ -37,7 +38,7 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
         split: whether to reseed equal generators if the config has no seed. With a seed they are
             reseeded in any case.
     """
-    world, config = run.world, run.config
+    world, config, data_ranks = run.world, run.config, active_or(run).data_ranks
     is_split = split or config.seed is not None
     # `logical=` seeds the generators for each part of a batch.
     if world.world_size == 1 or config.logical or not is_split:
@@ -50,9 +51,10 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
     group = comparison_group()
     hashes_by_rank: list[_Hashes] = gather_objects(hashes, group=group)
     for name, generator in generators.items():
-        hashes_of_lower_ranks = hashes_by_rank[: world.rank]
+        lower_ranks = data_ranks.ranks[: data_ranks.rank]
+        hashes_of_lower_ranks = [hashes_by_rank[rank] for rank in lower_ranks]
         if _is_among(hashes_of_lower_ranks, name, hashes[name]):
-            generator.seed(int(state_hash(f"{hashes[name]}/{world.rank}"), 16))
+            generator.seed(int(state_hash(f"{hashes[name]}/{data_ranks.rank}"), 16))
     yield
     if not _has_equal_states(hashes_by_rank):
         # All ranks return here, or none: the broadcast is a collective.

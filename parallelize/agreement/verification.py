@@ -339,7 +339,7 @@ class Verification:
         for difference in differences(gradients):
             name, tensor = suspects[difference.index]
             is_foreign = any(tensor is foreign for foreign in held.foreign)
-            fault = f"it differs between rank 0 and rank {difference.rank}"
+            fault = f"it differs between rank {difference.reference} and rank {difference.rank}"
             raise _not_averaged_error(name, fault, is_foreign=is_foreign)
 
     def _unaveraged(

@@ -9,6 +9,7 @@ message                  tensors that are sent together, as one flat tensor
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +21,15 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 from parallelize.gradients import differentiable
+from parallelize.run.context import current
+from parallelize.run.groups import GroupPurpose, group_of_data_ranks
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.module_tensors import (
     all_buffers,
     all_named_buffers,
     all_named_parameters,
     all_parameters,
+    local_part,
 )
 
 _ALONE_BYTES = 2**20
@@ -53,7 +57,7 @@ def refuse_unbroadcastable(model: nn.Module) -> None:
         ConfigError: a tensor that a collective cannot send, or that its values cannot overwrite.
     """
     for name, tensor in (*all_named_parameters(model), *all_named_buffers(model)):
-        obstacle = _obstacle(tensor)
+        obstacle = _obstacle(local_part(tensor))
         if obstacle is not None:
             description, remedy = obstacle
             raise ConfigError(
@@ -139,10 +143,27 @@ def _give_values(module: nn.Module, tensors: Iterable[torch.Tensor], device: tor
 def broadcast_from_rank_0(tensors: Sequence[torch.Tensor]) -> None:
     """Overwrite tensors with rank 0's values, in place.
 
-    This is a collective of few messages, in one order on all ranks.
+    This is a collective of few messages, in one order on all ranks. If models are tensor parallel
+    already, the values are those of the first rank that holds the same parts.
     """
-    for message in _messages([_as_sent(tensor.detach()) for tensor in tensors]):
-        _send(message, _broadcast)
+    group, source = _data_group()
+    broadcast = functools.partial(_broadcast, group=group, source=source)
+    for message in _messages([_as_sent(local_part(tensor.detach())) for tensor in tensors]):
+        _send(message, broadcast)
+
+
+def _data_group() -> tuple[Any, int]:
+    """Return the group of the ranks that hold the same parameters, and the first of them.
+
+    The first call is a collective.
+    """
+    run = current()
+    data_ranks = run.data_ranks
+    group: Any = dist.group.WORLD
+    if not data_ranks.are_all_ranks:
+        purpose = GroupPurpose.GRADIENTS
+        group = group_of_data_ranks(data_ranks, run.world, run.device, purpose)
+    return group, data_ranks.first_rank
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,11 +179,11 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGER_OF_ITEMSIZE[tensor.itemsize])
 
 
-def _broadcast(contiguous: torch.Tensor) -> None:
-    """Broadcast from rank 0, as bytes where process groups do not send the dtype."""
+def _broadcast(contiguous: torch.Tensor, *, group: Any, source: int) -> None:
+    """Broadcast from a rank, as bytes where process groups do not send the dtype."""
     if contiguous.dtype not in differentiable.NATIVE_DTYPES:
         contiguous = contiguous.view(torch.uint8)
-    dist.broadcast(contiguous, src=0)
+    dist.broadcast(contiguous, src=source, group=group)
 
 
 def _messages(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -238,10 +259,10 @@ def _first_along(tensor: torch.Tensor, dimensions: Iterable[int]) -> torch.Tenso
     return tensor
 
 
-def _average(contiguous: torch.Tensor) -> None:
-    """Overwrite a tensor with its mean over the ranks."""
-    contiguous /= dist.get_world_size()
-    dist.all_reduce(contiguous)
+def _average(contiguous: torch.Tensor, *, group: Any) -> None:
+    """Overwrite a tensor with its mean over the ranks of a group."""
+    contiguous /= dist.get_world_size(group)
+    dist.all_reduce(contiguous, group=group)
 
 
 class RegisteredBuffers:
@@ -265,9 +286,14 @@ class RegisteredBuffers:
     def average(self) -> None:
         """Overwrite floating buffers with their mean over the ranks."""
         buffers = self._present()
-        floating = [buffer.detach() for buffer in buffers if buffer.is_floating_point()]
+        group, _ = _data_group()
+        average = functools.partial(_average, group=group)
+        floating = []
+        for buffer in buffers:
+            if buffer.is_floating_point():
+                floating.append(local_part(buffer.detach()))
         for message in _messages(floating):
-            _send(message, _average)
+            _send(message, average)
 
     def _present(self) -> list[torch.Tensor]:
         """Return the buffers that have values now, each once, without expanded ones."""

@@ -14,6 +14,7 @@ from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.backends.logical import Parts
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
+from parallelize.run.context import current
 
 __all__ = ["DDP2Backend", "DDPBackend"]
 
@@ -25,13 +26,15 @@ class DDPBackend(DDPOptions):
     name = "ddp"
     process_per = "device"
     divides_batches = True
+    takes_tensor_parallel = True
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS), "apex": frozenset(LEVELS)}
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
-        """Keep the replicas of the model alike, unless the world has only one process."""
+        """Keep the replicas of the model alike, unless there is only one."""
         module = inner if inner.parts is None else Parts(inner, inner.parts, self)
-        return LocalEngine(module) if world.world_size == 1 else ReplicatedEngine(self, module, inner=inner)
+        has_replicas = world.world_size > 1 and current().data_ranks.size > 1
+        return ReplicatedEngine(self, module, inner=inner) if has_replicas else LocalEngine(module)
 
 
 @dataclass(frozen=True, kw_only=True)

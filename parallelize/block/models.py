@@ -16,6 +16,7 @@ from parallelize.torch_patches.module_tensors import (
     all_named_buffers,
     all_named_parameters,
     all_parameters,
+    is_dtensor,
 )
 
 
@@ -112,6 +113,7 @@ def _check_tensors(model: nn.Module, *, accepts_meta: bool) -> None:
             fix="keep submodules in nn.ModuleList or nn.ModuleDict; leave modules without "
             "parameters out of the block",
         )
+    _check_not_sharded(model)
     for name, tensor in (*all_named_parameters(model), *all_named_buffers(model)):
         _check_tensor(tensor, f"{name} of {type(model).__name__}", accepts_meta=accepts_meta)
 
@@ -125,13 +127,10 @@ def _check_tensor(tensor: torch.Tensor, name: str, *, accepts_meta: bool) -> Non
             fix="run one batch through the model before parallel_model: "
             "with torch.no_grad(): model(x)",
         )
-    # A DTensor has this method. The import of its class, for isinstance, takes half a second.
-    if hasattr(tensor, "full_tensor"):
-        raise ConfigError(
-            f"{name} is sharded over the ranks",
-            why="fully_shard was applied to the model, or an fsdp block did not restore it",
-            fix="construct the model again and load a checkpoint, or let backend='fsdp' shard it",
-        )
+    # A tensor that an fsdp block has left has this method. So has a DTensor, of a model that is
+    # tensor parallel already, which a block takes as it is.
+    if hasattr(tensor, "full_tensor") and not is_dtensor(tensor):
+        _refuse_sharded(name)
     if tensor.is_meta and not accepts_meta:
         raise ConfigError(
             f"{name} is on the meta device",
@@ -139,6 +138,25 @@ def _check_tensor(tensor: torch.Tensor, name: str, *, accepts_meta: bool) -> Non
             fix="give the model values first: model.to_empty(device='cpu'), then initialize or "
             "load weights",
         )
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Refuse a model to which fully_shard was applied.
+
+    torch has changed the classes of its modules. Its parameters are DTensors, as those of a model
+    that is tensor parallel.
+    """
+    for name, module in model.named_modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            _refuse_sharded(name or type(model).__name__)
+
+
+def _refuse_sharded(name: str) -> NoReturn:
+    raise ConfigError(
+        f"{name} is sharded over the ranks",
+        why="fully_shard was applied to the model, or an fsdp block did not restore it",
+        fix="construct the model again and load a checkpoint, or let backend='fsdp' shard it",
+    )
 
 
 def _check_not_in_block(model: nn.Module) -> None:

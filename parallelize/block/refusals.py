@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from parallelize.block.models import LeafTensor
+from parallelize.block.tensor_parallel import is_tensor_parallel
 from parallelize.errors import ConfigError
 from parallelize.gradients.averaging import Average
 from parallelize.plugins.base import Amp
@@ -37,6 +38,7 @@ def refuse_contradictions(
     _refuse_apex(run, average)
     _refuse_for_logical(run, models, average)
     _refuse_shared(run, models)
+    _refuse_for_tensor_parallel(run, models)
     if buffers == "mean" and run.config.wrap is not None:
         raise ConfigError(
             "buffers='mean' with wrap=",
@@ -72,6 +74,32 @@ def _refuse_for_logical(run: Runtime, models: Sequence[nn.Module], average: Aver
         "parts",
         fix="use losses that are means over samples, and parameters of a module",
     )
+
+
+def _refuse_for_tensor_parallel(run: Runtime, models: Sequence[nn.Module]) -> None:
+    """Refuse, for a model that is tensor parallel already, options that need whole parameters."""
+    if not any(map(is_tensor_parallel, models)):
+        return
+    config = run.config
+    amp: Amp | None = config.amp
+    option = None
+    if config.wrap is not None:
+        option = "wrap="
+    elif config.logical:
+        option = f"logical={config.logical}"
+    elif amp is not None and config.amp_engine.name != "native":
+        option = f"amp_engine={config.amp_engine.name!r}"
+    elif amp is not None and amp.level in {"O2", "O3"}:
+        option = f"amp level {amp.level}"
+    elif not config.backend.takes_tensor_parallel:
+        option = f"backend={config.backend.name!r}"
+    if option is not None:
+        raise ConfigError(
+            f"{option} with a model that is tensor parallel already",
+            why="its parameters are DTensors, of which each rank holds a part, and the option "
+            "needs whole parameters",
+            fix="use backend='ddp', with amp='bf16' or no amp",
+        )
 
 
 def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:

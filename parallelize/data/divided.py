@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from parallelize.cluster.world import World
 from parallelize.data.draws import samplers_in
 from parallelize.errors import ConfigError
+from parallelize.run.data_ranks import DataRanks
 
 # Attributes of a sampler that divides by itself: torch, Lightning and timm have the first ones,
 # Accelerate the second, WebDataset and torchdata the third, Megatron and DeepSpeed the last.
@@ -21,7 +21,7 @@ _DIVIDING = (
 )
 
 
-def dividing_sampler(loader: DataLoader[Any], world: World) -> Any | None:
+def dividing_sampler(loader: DataLoader[Any], data_ranks: DataRanks) -> Any | None:
     """Return the sampler that already divides a loader over the processes, as its attributes tell.
 
     Raises:
@@ -32,11 +32,11 @@ def dividing_sampler(loader: DataLoader[Any], world: World) -> Any | None:
             values = [getattr(sampler, name, None) for name in names]
             if not all(isinstance(value, int) for value in values):
                 continue
-            if values != [world.world_size, world.rank]:
+            if values != [data_ranks.size, data_ranks.rank]:
                 attributes = ", ".join(f"{name}={getattr(sampler, name)}" for name in names)
                 raise ConfigError(
-                    f"{type(sampler).__name__}({attributes}) on rank {world.rank} of "
-                    f"{world.world_size}",
+                    f"{type(sampler).__name__}({attributes}) on rank {data_ranks.rank} of "
+                    f"{data_ranks.size}",
                     why="some samples would be repeated, or left out",
                     fix="remove the sampler: shard_loader shards the loader itself",
                 )

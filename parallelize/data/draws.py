@@ -116,8 +116,10 @@ class Draws:
             return Drawing(self._generators, states, restores=False)
         received = zlib.decompress(values.wait(self._topic, self._passes))
         self._told = self._told | decoded(received, device=_CPU)
-        # Under `logical=` all ranks draw alike, so that their generators move on as rank 0's.
-        restores = self._run.config.logical is None
+        # Under `logical=` all ranks draw alike, so that their generators move on as rank 0's. So do
+        # those of the ranks that hold one tensor parallel model with rank 0.
+        is_as_rank_0 = active_or(self._run).data_ranks.rank == 0
+        restores = self._run.config.logical is None and not is_as_rank_0
         return Drawing(self._generators, self._told, restores=restores)
 
     def _changed(self, states: States) -> bytes:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
-from parallelize.cluster.world import World
 from parallelize.data.copied_loader import (
     CopiedLoader,
     StandIn,
@@ -25,6 +24,7 @@ from parallelize.data.source import Pass, Source, length_of
 from parallelize.data.units import Tail, order_fingerprint
 from parallelize.errors import ConfigError
 from parallelize.run.context import Runtime
+from parallelize.run.data_ranks import DataRanks
 from parallelize.run.generators import derive_seed, global_generators
 
 # More units are drawn while they are iterated, but for torch's RandomSampler, which is a tensor.
@@ -58,7 +58,7 @@ class IndexedSource(Source):
         run: Runtime,
         topic: str,
     ) -> None:
-        samplers = _Samplers.of(loader, options, run.world)
+        samplers = _Samplers.of(loader, options, run.data_ranks)
         outer, divider, grouper = samplers
         self._grouper, self._divider_name = grouper, type(divider).__name__
         self._sampler: Any = samplers.of_units()
@@ -375,7 +375,9 @@ class _Samplers(NamedTuple):
     grouper: Any
 
     @classmethod
-    def of(cls, loader: DataLoader[Any], options: LoaderOptions, world: World) -> _Samplers:
+    def of(
+        cls, loader: DataLoader[Any], options: LoaderOptions, data_ranks: DataRanks
+    ) -> _Samplers:
         """Return the samplers of the user's loader.
 
         Raises:
@@ -388,7 +390,7 @@ class _Samplers(NamedTuple):
         if options.divides == "processes":
             divider = outer
         elif options.divides is None:
-            divider = dividing_sampler(loader, world)
+            divider = dividing_sampler(loader, data_ranks)
         grouper = None
         if divider is None:
             grouper = find_batch_sampler(loader.batch_sampler)

@@ -70,9 +70,10 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
         self.__reduce_ex__(2)
 
     def __repr__(self) -> str:
-        world, source = self._self_run.world, self._self_source
+        source = self._self_source
+        data_ranks = source.data_ranks
         summary = source.batch_summary()
-        rank = f"rank {world.rank} of {world.world_size}"
+        rank = f"rank {data_ranks.rank} of {data_ranks.size}"
         if summary:
             rank += f", {summary}"
         name = f"{self.__class__.__name__} at {self._self_name}"
@@ -110,7 +111,8 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
             raise ConfigError(
                 f"no process gets a batch: {split.total} samples, {split.group} in a step of all",
                 why="drop_last=True or tail='drop' leaves out an incomplete step",
-                fix=f"use a batch size of at most {split.total // size}, or keep the last batch",
+                fix=f"use a batch size of at most {split.total // source.data_ranks.size}, or keep "
+                "the last batch",
             )
         self._note_evaluation()
         self._self_next = Position(position.epoch + 1)

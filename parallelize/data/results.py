@@ -110,8 +110,11 @@ def gathered(iterated: Pass, results: Any) -> Any:
     # No error of this rank alone comes after this: the others would wait in a collective.
     local = map_leaves(rows_of, results)
     indices_by_rank = []
-    for rank, steps in enumerate(_steps_of_ranks(iterated, "gather")):
-        indices_by_rank.append(_indices_of_rank(iterated, rank, steps))
+    steps_of_ranks = _steps_of_ranks(iterated, "gather")
+    data_ranks = iterated.source.data_ranks
+    # The ranks that hold one tensor parallel model have the same rows.
+    for data_rank, rank in enumerate(data_ranks.ranks):
+        indices_by_rank.append(_indices_of_rank(iterated, data_rank, steps_of_ranks[rank]))
     counts, order = rows_in_dataset_order(indices_by_rank)
 
     def padded(rows: Tensor) -> Tensor:
@@ -119,11 +122,12 @@ def gathered(iterated: Pass, results: Any) -> Any:
         return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
     of_all = all_gather(map_leaves(padded, local))  # (longest, *S) -> (W, longest, *S)
-    return map_leaves(lambda rows: rows.flatten(0, 1)[order], of_all)
+    ranks = list(data_ranks.ranks)
+    return map_leaves(lambda rows: rows[ranks].flatten(0, 1)[order], of_all)
 
 
 def _indices_of_rank(iterated: Pass, rank: int, steps: int) -> list[Any]:
-    """Return the indices that a rank has read in its first steps, without repeats at the end."""
+    """Return the indices that a data rank has read in its first steps, without those repeated."""
     parts = len(iterated.source.shares)
     indices: list[Any] = []
     for step in range(steps):

@@ -162,7 +162,7 @@ def _source_of(loader: Any, options: LoaderOptions, run: Runtime, topic: str) ->
     data = loader.dataset if is_loader else loader
     is_indexed = is_loader and not isinstance(data, IterableDataset)
     if not is_indexed and divides is None:
-        data, divides = own_sharding(data, run.world)
+        data, divides = own_sharding(data, run.data_ranks)
     if not is_loader:
         return BatchIterableSource(data, options, run, topic, divides=divides)
     source: IndexedSource | IterableStyleSource

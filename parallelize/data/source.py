@@ -35,7 +35,8 @@ from parallelize.data.units import (
     share_of_batch,
 )
 from parallelize.errors import ConfigError
-from parallelize.run.context import Runtime
+from parallelize.run.context import Runtime, active_or
+from parallelize.run.data_ranks import DataRanks
 from parallelize.run.generators import derive_seed
 from parallelize.run.loaders_of_run import ActiveLoader, Parts
 
@@ -264,23 +265,52 @@ class Source:
     ) -> None:
         self.loader, self.options, self.run = loader, options, run
         self.divides_itself, self.holders = divides_itself, [*drawers, dataset]
-        world = run.world
-        parts = (run.config.logical or world.world_size) // world.world_size
-        if divides_itself:
-            self.share, self.share_count, parts = 0, 1, 1
-        else:
-            self.share, self.share_count = world.rank * parts, world.world_size * parts
-        self.shares = range(self.share, self.share + parts)
-        self.group = self.share_count  # number of units that all shares together take in a step
+        self._divide_among(run.data_ranks)
         self.merged = run.loaders.merged_ranks
         self.draws = Draws(run, topic, [loader, *drawers], options.seed)
         # What a saved state must match, always and within a pass.
         self.identity: dict[str, Any] = {}
         if divides_itself:
-            self.identity["world_size"] = world.world_size
+            self.identity["world_size"] = self.data_ranks.size
         self.identity_within: dict[str, Any] = {}
         self._ahead: deque[Pass] = deque()  # that the copy has begun before `iter()`
         self.latest_pass: Pass | None = None
+
+    def _divide_among(self, data_ranks: DataRanks) -> None:
+        """Divide the units over these ranks.
+
+        Attributes that this sets:
+            data_ranks: the ranks.
+            share, shares: number of this process's first share, and the numbers of all its shares.
+            share_count: number of shares of all ranks.
+            group: number of units that all shares together take in a step.
+        """
+        self.data_ranks = data_ranks
+        parts = (self.run.config.logical or data_ranks.size) // data_ranks.size
+        self.share, self.share_count = data_ranks.rank * parts, data_ranks.size * parts
+        if self.divides_itself:
+            self.share, self.share_count, parts = 0, 1, 1
+        self.shares = range(self.share, self.share + parts)
+        self.group = self.share_count
+
+    def _follow_data_ranks(self) -> None:
+        """Divide the data anew if a block with a tensor parallel model has begun since.
+
+        Raises:
+            ConfigError: the data was divided by its own code, or by a library.
+        """
+        data_ranks = active_or(self.run).data_ranks
+        if data_ranks == self.data_ranks:
+            return
+        if self.divides_itself:
+            raise ConfigError(
+                f"a {type(self.loader).__name__} that shards itself over {self.data_ranks.size} "
+                f"processes, in a block whose batches are divided over {data_ranks.size}",
+                why="the ranks that hold one tensor parallel model read the same batches, and the "
+                "data was divided before the block",
+                fix="make the loader, and call shard_loader, inside the block",
+            )
+        self._divide_among(data_ranks)
 
     def start_pass(self, position: Position, tail: Tail) -> Pass:
         """Return this process's part of a pass, from a position on; draws nothing."""
@@ -330,6 +360,7 @@ class Source:
 
     def follow(self) -> None:
         """Give the copy what the user has set on the loader since the last call."""
+        self._follow_data_ranks()
         if self.copied is None:
             return
         # Of torchdata's StatefulDataLoader.
@@ -362,7 +393,7 @@ class Source:
             this_pass: the pass.
             start: number of units before the first one that is read.
         """
-        seed, rank = self.options.seed, self.run.world.rank
+        seed, rank = self.options.seed, self.data_ranks.rank
         if seed is not None:
             return derive_seed("workers", seed, rank, this_pass.position.epoch, start)
         if this_pass.position.states:  # what is resumed leaves the program's generators alone

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from parallelize.cluster.world import World
 from parallelize.data.copied_loader import CopiedLoader, view_of
 from parallelize.data.draws import Drawing, seeded_drawing
 from parallelize.data.options import Divides, LoaderOptions
@@ -25,6 +24,7 @@ from parallelize.data.source import Pass, Source, length_of
 from parallelize.data.units import EpochSplit, Tail, sample_fingerprint
 from parallelize.errors import ConfigError
 from parallelize.run.context import Runtime
+from parallelize.run.data_ranks import DataRanks
 from parallelize.run.generators import RNGState, derive_seed
 from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.loaders import set_worker_info, shown_worker_info
@@ -46,12 +46,12 @@ _LIBRARIES = {
 _SPLITTERS = {"split_by_node", "ResampledShards", "ResampledShardList"}  # of WebDataset
 
 
-def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
+def own_sharding(data: Any, data_ranks: DataRanks) -> tuple[Any, Divides | None]:
     """Return the data, split by its library if that can, and how it shards itself, if known.
 
     Args:
         data: an iterable dataset, or an iterable of batches.
-        world: rank and number of processes.
+        data_ranks: the ranks over which it is divided.
 
     Raises:
         ConfigError: its library has split it for another number of processes.
@@ -60,13 +60,13 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
     if library == "datasets" and data._distributed is None:
         from datasets.distributed import split_dataset_by_node
 
-        data = split_dataset_by_node(data, rank=world.rank, world_size=world.world_size)
+        data = split_dataset_by_node(data, rank=data_ranks.rank, world_size=data_ranks.size)
     _, holder, name = _LIBRARIES.get(library, ("", "", ""))
-    size = getattr(getattr(data, holder, None), name, world.world_size)
-    if size != world.world_size:
+    size = getattr(getattr(data, holder, None), name, data_ranks.size)
+    if size != data_ranks.size:
         raise ConfigError(
             f"{type(data).__name__} was sharded over {size} processes, in a world of "
-            f"{world.world_size}",
+            f"{data_ranks.size}",
             why="some samples would be repeated, or left out",
             fix="make the dataset inside the decorated function, in the processes that iterate it",
         )
@@ -147,7 +147,7 @@ class IterableStyleSource(Source):
             self.identity["seed"] = options.seed
         begin = self._begin_in_this_process if workers == 0 else None
         self._dataset = dataset
-        self._sharded = _ShardedDataset(dataset, divides, run.world, loader, begin)
+        self._sharded = _ShardedDataset(dataset, divides, self.data_ranks, loader, begin)
         # A library's loader knows its dataset, and torch's shards data pipes.
         is_known = bool(_library(dataset)) or isinstance(dataset, IterDataPipe)
         self._is_read_directly = divides == "processes" and is_known
@@ -155,16 +155,16 @@ class IterableStyleSource(Source):
         if self._is_read_directly:
             replaced["dataset"] = dataset
         if workers:
-            counted = World()
+            counted = DataRanks()
             if divides in (None, "workers"):
-                counted = run.world
+                counted = self.data_ranks
             replaced["worker_init_fn"] = functools.partial(
                 _init_worker, loader.worker_init_fn, counted
             )
         self.copied = CopiedLoader(loader, replaced, frozenset({"num_workers", "worker_init_fn"}))
         # Only where each process reads no other samples than its own does a dataset's state say how
         # far the process is.
-        is_read_alone = divides == "processes" or run.world.world_size == 1
+        is_read_alone = divides == "processes" or self.data_ranks.size == 1
         is_protocol = hasattr(dataset, "load_state_dict") and _library(dataset) in ("", "datasets")
         self._has_states = is_read_alone and not workers and is_protocol
         self._begun: Pass | None = None
@@ -172,7 +172,7 @@ class IterableStyleSource(Source):
 
     def length(self) -> int | None:
         """Return the number of batches that torch's DataLoader tells; None: several processes."""
-        if self.run.world.world_size > 1:
+        if self.data_ranks.size > 1:
             return None
         return length_of(self.loader)
 
@@ -342,7 +342,7 @@ class _ShardedDataset(IterableDataset[Any]):
     Args:
         unsharded: the user's dataset.
         divides: how it shards itself; None: what it reads of get_worker_info() tells.
-        world: rank and number of processes.
+        data_ranks: the ranks whose workers share the samples.
         loader: the user's.
         begin: begins to draw a pass; None: in workers, from the seed of `start`.
     """
@@ -351,12 +351,12 @@ class _ShardedDataset(IterableDataset[Any]):
         self,
         unsharded: Any,
         divides: Divides | None,
-        world: World,
+        data_ranks: DataRanks,
         loader: DataLoader[Any],
         begin: Callable[[], Drawing] | None,
     ) -> None:
         self.unsharded, self.divides = unsharded, divides
-        self._world, self._begin = world, begin
+        self._data_ranks, self._begin = data_ranks, begin
         self._batch_size = loader.batch_size or 1
         self.has_workers = loader.num_workers > 0
         # Persistent workers share these numbers with this process.
@@ -428,7 +428,7 @@ class _ShardedDataset(IterableDataset[Any]):
         """
         size, tail = self._batch_size, get_args(Tail)[int(self._shared[_TAIL])]
         # Shard number = worker * processes + rank: these are the workers 0 of each process.
-        if info.number < self._world.world_size:
+        if info.number < self._data_ranks.size:
             samples = self._hashed(samples, info, drawing)
         # Of samples, not of batches: a step is one sample for each shard.
         split = EpochSplit(shares=info.shares, group=info.shares, tail=tail)
@@ -462,15 +462,15 @@ class _ShardedDataset(IterableDataset[Any]):
         """
         of_torch: Any = get_worker_info()
         if self.divides not in (None, "workers"):
-            counted = _GlobalWorkerInfo(of_torch, self._world)
+            counted = _GlobalWorkerInfo(of_torch, self._data_ranks)
             shown = None
             if of_torch:
-                shown = _GlobalWorkerInfo(of_torch, World())
+                shown = _GlobalWorkerInfo(of_torch, DataRanks())
             return _Shard(counted.shard_index, counted.num_shards, shown)
         # In a worker process that info has recorded what the worker_init_fn has read.
         counted = of_torch
         if not isinstance(of_torch, _GlobalWorkerInfo):
-            counted = _GlobalWorkerInfo(of_torch, self._world)
+            counted = _GlobalWorkerInfo(of_torch, self._data_ranks)
         return _Shard(counted.shard_index, counted.num_shards, counted)
 
     def _shards_itself(self, shown: Any) -> bool:
@@ -490,12 +490,14 @@ class _ShardedDataset(IterableDataset[Any]):
         )
 
 
-def _init_worker(user_init: Callable[[int], None] | None, counted: World, _worker_id: int) -> None:
-    """Call the user's worker_init_fn where get_worker_info() counts the workers of a world.
+def _init_worker(
+    user_init: Callable[[int], None] | None, counted: DataRanks, _worker_id: int
+) -> None:
+    """Call the user's worker_init_fn where get_worker_info() counts the workers of some ranks.
 
     Args:
         user_init: the user's; None: there is none.
-        counted: the world whose workers are counted; of one process, as in torch.
+        counted: the ranks whose workers are counted; one rank, as in torch.
     """
     info = _GlobalWorkerInfo(get_worker_info(), counted)
     set_worker_info(info)
@@ -511,7 +513,7 @@ class _GlobalWorkerInfo:
 
     Args:
         info: torch's, or one of these; None: the process is no worker.
-        world: the processes whose workers are counted.
+        data_ranks: the ranks whose workers are counted.
 
     Attributes:
         shard_index: number of this worker among those of all processes.
@@ -519,11 +521,11 @@ class _GlobalWorkerInfo:
         read: names of the attributes that were read.
     """
 
-    def __init__(self, info: Any, world: World) -> None:
+    def __init__(self, info: Any, data_ranks: DataRanks) -> None:
         self._info: Any = getattr(info, "_info", info)
         local_id, workers = getattr(self._info, "id", 0), getattr(self._info, "num_workers", 1)
-        self.shard_index = local_id * world.world_size + world.rank
-        self.num_shards = workers * world.world_size
+        self.shard_index = local_id * data_ranks.size + data_ranks.rank
+        self.num_shards = workers * data_ranks.size
         self.read: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:

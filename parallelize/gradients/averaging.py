@@ -35,7 +35,7 @@ from torch import nn
 from parallelize.gradients.autograd_graph import marks_of, node_of, nodes_behind
 from parallelize.gradients.batch_weights import Weight, with_weight
 from parallelize.gradients.target_counts import loss_counts, number_on, required_count
-from parallelize.run.context import Runtime
+from parallelize.run.context import Runtime, active_or
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 from parallelize.torch_patches.module_tensors import all_parameters
 
@@ -171,7 +171,7 @@ class Averaging:
         """
         is_repeated_batch = self._batch_weight() == 0.0
         if self._average == "sum":
-            return 0.0 if is_repeated_batch else float(self._size)
+            return 0.0 if is_repeated_batch else float(active_or(self._run).data_ranks.size)
         count: Any = 0.0
         if not is_repeated_batch:
             # On one rank, this only refuses a loss that several ranks could not average.
@@ -180,7 +180,8 @@ class Averaging:
             return 1.0
         with torch.no_grad():
             total = number_on(self._run.device, count)
-            # The only communication: one number per backward pass.
+            # The only communication: one number per backward pass. The ranks that hold one tensor
+            # parallel model all add the count of its batch, and all count in the size.
             dist.all_reduce(total)
             # The total is 0 if the targets of all ranks are ignored.
             total = total.clamp(min=1e-9)

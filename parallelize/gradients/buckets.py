@@ -19,6 +19,7 @@ from torch import _utils as torch_utils
 from parallelize.errors import SyncError
 from parallelize.gradients.host_copy import HostCopy
 from parallelize.gradients.mean_over_ranks import OrderedMean, PendingMean
+from parallelize.torch_patches.module_tensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from parallelize.gradients.model_buckets import ModelBuckets
@@ -153,7 +154,12 @@ class Bucket:
         # Whether `_gradients` are the tensors of `.grad`, so that copying the means into them is
         # enough. They are not where a gradient is sparse or missing.
         self._is_dense = True
+        # A model that is tensor parallel already has DTensors. The order of a bucket's gradients is
+        # the same on the ranks that hold one model, because they run one program.
+        self._has_parts = any(is_dtensor(slot.parameter) for slot in slots)
         self._gradients: list[Any] = []
+        # The tensors whose values are sent: the gradients, or this rank's parts of them.
+        self._parts: list[Any] = []
         self._flat: torch.Tensor | None = None
         self._mean: PendingMean | None = None
         self._on_last: Callable[[Any], None] | None = None
@@ -246,9 +252,14 @@ class Bucket:
         self._is_dense = not self.lacks_gradients and not any(map(_is_sparse, gradients))
         if not self._is_dense:
             gradients = list(map(_dense, parameters, gradients))
-        flags = _flags(has_gradient, gradients[0].dtype, gradients[0].device)
-        self._flat = _gathered([*gradients, flags], dtype)
+        if self._has_parts:
+            gradients = list(map(_placed_as, parameters, gradients))
         self._gradients = gradients
+        self._parts = gradients
+        if self._has_parts:
+            self._parts = list(map(local_part, gradients))
+        flags = _flags(has_gradient, gradients[0].dtype, gradients[0].device)
+        self._flat = _gathered([*self._parts, flags], dtype)
         self._mean = start(self._flat)
         self.state = BucketState.SENT
 
@@ -287,7 +298,7 @@ class Bucket:
             # the allocator could reuse its memory for later work of that stream, while the current
             # stream still reads the means.
             self._flat.record_stream(torch.accelerator.current_stream(self._flat.device))
-        torch._foreach_copy_(self._gradients, _unflatten(self._flat, self._gradients))
+        torch._foreach_copy_(self._parts, _unflatten(self._flat, self._parts))
         if self._is_dense:
             for slot, mean in zip(self.trained, self._gradients, strict=True):
                 slot.averaged = ref(mean)
@@ -325,6 +336,7 @@ class Bucket:
     def empty(self) -> None:
         """Drop the flat tensor and its mean, and expect no gradient until `begin`."""
         self._gradients = []
+        self._parts = []
         self._flat = None
         self._mean = None
         self.state = BucketState.EMPTY
@@ -404,8 +416,26 @@ def _dense(parameter: Any, gradient: Any) -> torch.Tensor:
     """Return the gradient of a parameter as a dense tensor; zeros if the gradient is None."""
     if gradient is None:
         return torch.zeros_like(parameter)
-    dense: torch.Tensor = gradient.to_dense()
+    dense: torch.Tensor = gradient
+    # A DTensor does not know `to_dense`.
+    if gradient.is_sparse:
+        dense = gradient.to_dense()
     return dense
+
+
+def _placed_as(parameter: Any, gradient: Any) -> Any:
+    """Return a gradient with the placements of its parameter, and put it in `.grad` if it had none.
+
+    DTensor accumulates a gradient as an operation has produced it. That of a norm on a part of the
+    sequence is a summand on each rank. A rank without a gradient sends zeros for whole values, with
+    which summands must not be averaged. To place a gradient is a collective of the ranks that hold
+    the model, which run one program.
+    """
+    if not is_dtensor(parameter) or gradient.placements == parameter.placements:
+        return gradient
+    placed = gradient.redistribute(placements=parameter.placements)
+    parameter.grad = placed
+    return placed
 
 
 def _gathered(tensors: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:

@@ -35,15 +35,20 @@ class MeanOverRanks:
     """Starts means of tensors, all through one group.
 
     Args:
-        group: a process group of all ranks.
+        group: a process group of the ranks that hold equal parameters.
         is_ordered: whether means are added by pairs of ranks, as `OrderedMean` does.
+
+    Attributes:
+        size: number of these ranks.
+        is_first: whether this rank is the first of them.
     """
 
     def __init__(self, group: Any, *, is_ordered: bool) -> None:
         self._group = group
-        self._size = dist.get_world_size(group)
+        self.size = dist.get_world_size(group)
+        self.is_first = dist.get_rank(group) == 0
         # An all_reduce of two ranks has the same bits: a + b is b + a.
-        self._adds_by_pairs = is_ordered and self._size > 2
+        self._adds_by_pairs = is_ordered and self.size > 2
         # NCCL multiplies while it sends. gloo's AVG divides after it has added, and the sum may
         # overflow in fp16.
         self._has_mean = dist.get_backend(group) == "nccl"
@@ -57,10 +62,10 @@ class MeanOverRanks:
             The mean that is being computed. The tensor may be read after its `wait`.
         """
         if self._adds_by_pairs:
-            return OrderedMean(flat, self._size, self._group)
+            return OrderedMean(flat, self.size, self._group)
         operation = dist.ReduceOp.AVG
         if not self._has_mean:
-            flat.mul_(1.0 / self._size)
+            flat.mul_(1.0 / self.size)
             operation = dist.ReduceOp.SUM
         work: PendingMean = dist.all_reduce(flat, op=operation, group=self._group, async_op=True)
         return work

@@ -12,7 +12,6 @@ from itertools import chain, groupby
 from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 
 from parallelize.gradients.buckets import Bucket, BucketState, Place, Slot, Usage, divide
 from parallelize.gradients.mean_over_ranks import MeanOverRanks
@@ -158,17 +157,16 @@ class ModelBuckets:
         arrivals = Counter(self._arrived)
         positions = {slot: position for position, slot in enumerate(self._arrived)}
         trained = list(chain.from_iterable([bucket.trained for bucket in self._buckets]))
-        is_rank_0 = dist.get_rank() == 0
         rows = []
         for index, slot in enumerate(trained):
             slot.repeats = slot.repeats or arrivals[slot] > 1
             position = 0
-            if is_rank_0:
+            if mean.is_first:
                 position = positions.get(slot, len(self._arrived) + index)
             rows.append([position, int(arrivals[slot] == 0), int(slot.repeats)])
         table = torch.tensor(rows, device=self.slots[0].parameter.device)
         for slot, row in zip(trained, mean.sum_of_integers(table), strict=True):
-            slot.place = _place(row)
+            slot.place = _place(row, mean.size)
         self._arrived = []
         self.is_learning = False
         self._divide()
@@ -203,15 +201,19 @@ class ModelBuckets:
             bucket.remove_hook()
 
 
-def _place(row: Sequence[int]) -> Place:
+def _place(row: Sequence[int], ranks: int) -> Place:
     """Return the place of a parameter, by its row in the sum of the tables of `learn`.
 
     The position is that of rank 0, because the other ranks have added 0. The usage follows from the
     numbers of ranks in the other two columns.
+
+    Args:
+        row: its row.
+        ranks: number of ranks that have added a table.
     """
     position, ranks_without, ranks_where_repeated = row
     usage = Usage.EVERYWHERE
-    if ranks_without == dist.get_world_size():
+    if ranks_without == ranks:
         usage = Usage.NOWHERE
     elif ranks_without or ranks_where_repeated:
         usage = Usage.SOMEWHERE

@@ -52,7 +52,7 @@ from parallelize.gradients.model_buckets import ModelBuckets
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.plugins.base import Reduction
 from parallelize.run.context import current, is_capturing
-from parallelize.run.groups import GroupPurpose, separate_group
+from parallelize.run.groups import GroupPurpose, group_of_data_ranks
 from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.module_tensors import all_named_parameters
@@ -157,7 +157,8 @@ class Reducer:
             if device.type == run.device.type:
                 device = run.device
             if device.type not in self._mean_by_device_type:
-                group = separate_group(run.world, device, GroupPurpose.GRADIENTS)
+                purpose = GroupPurpose.GRADIENTS
+                group = group_of_data_ranks(run.data_ranks, run.world, device, purpose)
                 mean = MeanOverRanks(group, is_ordered=self._is_ordered)
                 self._mean_by_device_type[device.type] = mean
 

@@ -365,6 +365,11 @@ class Backend(abc.ABC):
     """
     divides_batches: ClassVar[bool] = False
     """Whether it runs each batch in the parts that `logical=` asks for."""
+    takes_tensor_parallel: ClassVar[bool] = False
+    """Whether it runs models that are tensor parallel already, whose parameters are DTensors.
+
+    It then keeps alike the ranks of `Runtime.data_ranks` only.
+    """
     shards_gradients: ClassVar[bool] = False
     """Whether each rank holds only a shard of a gradient.
 

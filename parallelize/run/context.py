@@ -16,6 +16,7 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog
+from parallelize.run.data_ranks import DataRanks, all_ranks
 from parallelize.run.loader_weights import LoaderWeights
 from parallelize.run.loaders_of_run import LoadersOfRun, LoaderWarnings
 from parallelize.run.process_group import process_group
@@ -71,6 +72,11 @@ class Runtime:
     def device(self) -> torch.device:
         """The device of this process's model and batches."""
         return self.devices[0]
+
+    @property
+    def data_ranks(self) -> DataRanks:
+        """The ranks over which data is divided; ask the active run, which blocks tell them."""
+        return self.state.data_ranks or all_ranks(self.world)
 
     @contextlib.contextmanager
     def ending_blocks(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from parallelize.cluster.world import World
 from parallelize.config.options import backend_by_device_type
+from parallelize.run.data_ranks import DataRanks
 from parallelize.run.default_group import default_group_record
 from parallelize.run.rendezvous import reachable, reachable_gloo
 from parallelize.torch_patches.backward import is_in_backward
@@ -124,6 +125,22 @@ def subgroup_of_this_rank(
         with _meeting_for_new_groups(world, device) as timeout:
             groups[key], _ = make_subgroups(ranks_of_groups, timeout, backend, group_desc=name)
     return groups[key]
+
+
+def group_of_data_ranks(
+    data_ranks: DataRanks, world: World, device: torch.device, purpose: GroupPurpose
+) -> Any:
+    """Return the group of the data ranks of this rank for a purpose; all ranks must call this.
+
+    Args:
+        data_ranks: the data ranks of the run.
+        world: the ranks.
+        device: as for `separate_group`.
+        purpose: as for `separate_group`.
+    """
+    if data_ranks.are_all_ranks:
+        return separate_group(world, device, purpose)
+    return subgroup_of_this_rank(world, device, purpose, data_ranks.groups, name="data ranks")
 
 
 _GLOO = "gloo"

@@ -9,6 +9,7 @@ from weakref import WeakSet
 if TYPE_CHECKING:
     from parallelize.agreement.rank_consistency import ConsistencyCheck
     from parallelize.backends.auto.choice import Choice
+    from parallelize.run.data_ranks import DataRanks
 
 
 @dataclass(eq=False)
@@ -30,9 +31,13 @@ class RunState:
         pending_checks: what this rank says that it does, such as that it iterates epoch 2. Loaders
             add checks. At the next point that all ranks reach, `run_checks` compares them with the
             other ranks', and empties the set. A check that its loader has dropped is gone from it.
+        data_ranks: the ranks over which data is divided; None: all ranks of the world. The
+            outermost block sets it, by its models. It stays after the block, so that the ranks of a
+            tensor parallel model evaluate the same batches.
     """
 
     is_in_block: bool = False
     has_logged_summary: bool = False
     engine_choices: dict[str | None, dict[str, Choice]] = field(default_factory=dict)
     pending_checks: WeakSet[ConsistencyCheck] = field(default_factory=WeakSet)
+    data_ranks: DataRanks | None = None

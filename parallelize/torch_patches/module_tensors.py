@@ -10,6 +10,7 @@ tensors. This package therefore calls the functions below, and never a method of
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +69,28 @@ def all_buffers(module: nn.Module, *, recurse: bool = True) -> Iterator[torch.Te
     """
     for _, buffer in nn.Module.named_buffers(module, recurse=recurse):
         yield buffer
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, of which this rank holds a part.
+
+    The tensors of fsdp in a block, which have the attributes of a DTensor, are none.
+    """
+    # Whoever has a DTensor has imported its class. The import takes half a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Any) -> Any:
+    """Return the part of a DTensor that this rank holds, which shares memory with it.
+
+    Any other tensor is returned as it is. The part has no gradient: autograd does not know that
+    both are one.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 @contextlib.contextmanager
