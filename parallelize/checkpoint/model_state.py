@@ -18,13 +18,14 @@ from typing_extensions import override
 
 from parallelize.checkpoint.matching import are_versions, layout_of, shapes_of, unlike_entries
 from parallelize.checkpoint.safe_types import is_dtensor
-from parallelize.checkpoint.state_handler import ObjectHandler, ObjectKind
+from parallelize.checkpoint.state_handler import ObjectHandler, ObjectKind, shard_for
 from parallelize.torch_patches.forward import route_of
 from parallelize.torch_patches.module_tensors import (
     all_buffers,
     all_named_parameters,
     all_parameters,
 )
+from parallelize.torch_patches.module_tensors import is_dtensor as is_users_dtensor
 
 _log = logging.getLogger("parallelize")
 
@@ -126,7 +127,13 @@ class ModelHandler(ObjectHandler):
 
     @override
     def prepare(self) -> None:
-        """Copy nothing: `load_state_dict` copies the values into the parameters."""
+        """Take this rank's parts for a model that is tensor parallel already.
+
+        Nothing else is copied: `load_state_dict` copies the values into the parameters.
+        """
+        for name, parameter in all_named_parameters(self.obj, remove_duplicate=False):
+            if is_users_dtensor(parameter) and name in self.state:
+                self.state[name] = shard_for(parameter, self.state[name])
 
     @override
     def set(self) -> None:

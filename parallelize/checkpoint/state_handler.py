@@ -22,6 +22,7 @@ from parallelize.checkpoint.matching import unlike_entries
 from parallelize.checkpoint.safe_types import is_dtensor
 from parallelize.errors import Fault
 from parallelize.run.containers import map_leaves
+from parallelize.torch_patches.module_tensors import is_dtensor as is_users_dtensor
 
 Named = Mapping[str, Any]
 """Objects, or what belongs to them, by the names that the user gives them in a call."""
@@ -148,7 +149,7 @@ class StateHandler:
             target = target_by_id.get(id(leaf))
             if target is None:
                 return clone_tensor(leaf)
-            return _shard_for(target, leaf)
+            return shard_for(target, leaf)
 
         self.state = map_leaves(copied, self.state, once=True)
 
@@ -184,7 +185,7 @@ def clone_tensor(value: Any) -> Any:
     return value
 
 
-def _shard_for(target: Any, value: Any) -> Any:
+def shard_for(target: Any, value: Any) -> Any:
     """Return this rank's shard of a value, as a tensor that may be loaded into a DTensor.
 
     Args:
@@ -199,4 +200,7 @@ def _shard_for(target: Any, value: Any) -> Any:
     shard = value
     if not is_dtensor(value):
         shard = shard_like(value, target)
+    # A model that is tensor parallel already has DTensors, for which no tensor stands.
+    if is_users_dtensor(target):
+        return shard
     return stand_for(shard, registry_of(target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,17 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from parallelize import distributed, parallel_model, shard_loader
+from parallelize import (
+    ConfigError,
+    SyncError,
+    all_gather,
+    distributed,
+    load,
+    parallel_model,
+    rank,
+    save,
+    shard_loader,
+)
 
 WORLD = 4
 PARTS = 2
@@ -132,15 +143,17 @@ def train(model: nn.Module, dataset: Any, *, options: dict[str, Any], max_norm: 
                 optimizer.step()
 
 
+def full_value(tensor: Any) -> Tensor:
+    """Return a copy of the whole value of a tensor, on all ranks."""
+    value = tensor.detach()
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    return value.clone()
+
+
 def full_values(model: nn.Module) -> list[Tensor]:
     """Return the whole values of all parameters, on all ranks."""
-    values = []
-    for parameter in model.parameters():
-        value = parameter.detach()
-        if hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-        values.append(value.clone())
-    return values
+    return list(map(full_value, model.parameters()))
 
 
 def alone(model: nn.Module, **arguments: Any) -> list[Tensor]:
@@ -184,3 +197,137 @@ def test_clipped_norm() -> None:
     """The norm of all gradients is that of one process."""
     expected = alone(seeded(Mlp))
     require_equal(in_world(Mlp), expected)
+
+
+def test_one_model_on_all_ranks() -> None:
+    """If all ranks hold one model, there is nothing to average, and each reads whole batches."""
+    in_two = distributed(processes=PARTS)(trained)
+    require_equal(in_two(Mlp, max_norm=None), alone(seeded(Mlp), max_norm=None))
+
+
+@distributed(processes=WORLD)
+def drawn_and_evaluated() -> tuple[Tensor, float, Tensor]:
+    """Return the sums of two batches and a random number of each rank, and what the loader gathers."""
+    # Before the block, its loader divides over all ranks.
+    loader = shard_loader(DataLoader(data(), batch_size=4, shuffle=True))
+    model = in_parts(seeded(Mlp), mesh_of_parts())
+    with parallel_model(model):
+        sums = [x.sum() for x, _ in loader][:2]
+        rows = all_gather(torch.stack([*sums, torch.rand((), dtype=torch.float64)]))
+        evaluated = shard_loader(DataLoader(data(), batch_size=4))
+        with torch.no_grad():
+            outputs = [model(x) for x, _ in evaluated]
+        mean = evaluated.mean([output.mean() for output in outputs])
+        return rows, mean, evaluated.gather(torch.cat(outputs))
+
+
+def test_ranks_of_a_model_read_and_draw_alike() -> None:
+    """The ranks that hold one model read the same batches, and the loader counts each sample once."""
+    rows, mean, outputs = drawn_and_evaluated()
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[2], rows[3])
+    assert (rows[0] != rows[2]).all()
+    with torch.no_grad():
+        expected = seeded(Mlp)(data().tensors[0])
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(mean, expected.mean().item())
+
+
+@distributed(processes=WORLD)
+def gradients(average: Any, reduction: str) -> list[Tensor]:
+    """Return the gradients of 16 samples, of which some have no class."""
+    model = in_parts(seeded(Mlp), mesh_of_parts())
+    with parallel_model(model, average=average):
+        x, y = next(iter(shard_loader(DataLoader(with_ignored(), batch_size=8))))
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+        return [full_value(parameter.grad) for parameter in model.parameters()]
+
+
+def with_ignored() -> TensorDataset:
+    """Return 16 samples; the even ones of one half and the first of the other have no class."""
+    x, y = data()[:16]
+    return TensorDataset(x, torch.where(torch.tensor([1, 0, 1, 0, 1, 0] + [0] * 10) > 0, -100, y))
+
+
+@pytest.mark.parametrize(("average", "reduction"), [("sum", "sum"), ("tokens", "mean")])
+def test_sums_and_targets(average: str, reduction: str) -> None:
+    """Losses that are sums, and means over unequal numbers of targets, weigh as in one process."""
+    model = seeded(Mlp)
+    x, y = with_ignored().tensors
+    F.cross_entropy(model(x), y, reduction=reduction).backward()
+    require_equal(gradients(average, reduction), [full_value(p.grad) for p in model.parameters()])
+
+
+@distributed(processes=WORLD)
+def resumed(path: str, sharded: bool | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the whole values of a model and its optimizer at a save, and after a step and a load."""
+    model = in_parts(seeded(Mlp), mesh_of_parts())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    objects = {"model": model, "optimizer": optimizer}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data().tensors[0] + rank() // PARTS).square().mean().backward()
+        optimizer.step()
+
+    def values() -> list[Tensor]:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return list(map(full_value, [*model.parameters(), *states]))
+
+    with parallel_model(model):
+        step()
+        saved = values()
+        save(path, sharded=sharded, **objects)
+        step()
+        load(path, **objects)
+        return saved, values()
+
+
+@pytest.mark.parametrize("sharded", [None, False])
+def test_saved_and_loaded(sharded: bool | None, tmp_path: Path) -> None:
+    """A checkpoint has the parts of all ranks, as a folder of shards, or whole in one file."""
+    saved, loaded = resumed(str(tmp_path / "checkpoint.pt"), sharded)
+    for value, expected in zip(loaded, saved, strict=True):
+        assert torch.equal(value, expected)
+    if sharded is False:
+        model = seeded(Mlp)
+        load(tmp_path / "checkpoint.pt", model=model)
+        require_equal(full_values(model), saved[: len(full_values(model))])
+
+
+@distributed(processes=WORLD)
+def changed_on_rank_3() -> None:
+    """Change a part of the model on one rank."""
+    model = in_parts(seeded(Mlp), mesh_of_parts())
+    with parallel_model(model), torch.no_grad():
+        if rank() == 3:
+            model.up.weight.mul_(2)
+
+
+def test_parts_that_differ() -> None:
+    """A part that differs from the one of the other model is an error on all ranks."""
+    with pytest.raises(SyncError, match=r"1 of 8 parameters differ .*up\.weight of Mlp"):
+        changed_on_rank_3()
+
+
+@distributed(processes=WORLD)
+def entered(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Enter a block with a model in parts over the last dimension of a mesh."""
+    names = ("dp", "tp")[-len(shape) :]
+    model = in_parts(seeded(Mlp), init_device_mesh("cpu", shape, mesh_dim_names=names)["tp"])
+    with parallel_model(model, **options):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "message"),
+    [
+        ({}, (2,), "a tensor parallel model on the ranks 0, 1, as rank 2 of 4 has it"),
+        ({"backend": "auto"}, (2, 2), "backend='auto' with a model that is tensor parallel"),
+        ({"amp": "O2"}, (2, 2), "amp level O2 with a model that is tensor parallel"),
+    ],
+)
+def test_refused(options: dict[str, Any], shape: tuple[int, ...], message: str) -> None:
+    """A mesh that leaves ranks out, and options that need whole parameters, are refused by name."""
+    with pytest.raises(ConfigError, match=message):
+        entered(options, shape)
