@@ -159,9 +159,9 @@ def parallel_model(
         # Nothing is changed until all is checked.
         initializes = run.config.wrap is None and run.config.backend.shards_gradients
         check_models(modules, block_options.methods, accepts_meta=initializes)
-        refuse_contradictions(run, modules, average=average, buffers=buffers)
         is_outermost = not active_or(run).state.is_in_block
         set_data_ranks(active_or(run), modules, is_outermost=is_outermost)
+        refuse_contradictions(run, modules, average=average, buffers=buffers)
         stack.enter_context(_in_block(active_or(run)))
         # The models get their devices, then their dtypes, then their engines.
         for module in modules:

@@ -14,7 +14,6 @@ from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.backends.logical import Parts
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
-from parallelize.run.context import current
 
 __all__ = ["DDP2Backend", "DDPBackend"]
 
@@ -31,10 +30,9 @@ class DDPBackend(DDPOptions):
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
-        """Keep the replicas of the model alike, unless there is only one."""
+        """Keep the replicas of the model alike, unless the world has only one process."""
         module = inner if inner.parts is None else Parts(inner, inner.parts, self)
-        has_replicas = world.world_size > 1 and current().data_ranks.size > 1
-        return ReplicatedEngine(self, module, inner=inner) if has_replicas else LocalEngine(module)
+        return LocalEngine(module) if world.world_size == 1 else ReplicatedEngine(self, module, inner=inner)
 
 
 @dataclass(frozen=True, kw_only=True)

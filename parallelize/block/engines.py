@@ -1,6 +1,7 @@
-"""The engine of each model of a block, of one of three kinds.
+"""The engine of each model of a block, of one of four kinds.
 
     the backend's engine    of a module
+    LocalEngine             of a tensor parallel module whose parts are on all ranks of the world
     _WrapEngine             of a module, if the user has set `wrap=`
     _TensorEngine           of a tensor that is trained beside the models
 
@@ -22,7 +23,7 @@ from parallelize.block.models import LeafTensor
 from parallelize.errors import ConfigError
 from parallelize.gradients.averaging import Average
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction
-from parallelize.run.context import Runtime
+from parallelize.run.context import Runtime, active_or
 from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 
 
@@ -54,6 +55,10 @@ def build_engine(
         require_same_model(inner.model)
     if isinstance(inner.model, LeafTensor):
         return _TensorEngine(inner, run)
+    if run.world.world_size > 1 and active_or(run).data_ranks.size == 1:
+        # No other rank holds the same part, so that there is nothing to average or to shard.
+        inner.model.to(run.device)
+        return LocalEngine(inner)
     inner.parts = parts
     wrap = run.config.wrap
     if wrap is None:

@@ -11,7 +11,7 @@ from parallelize.block.tensor_parallel import is_tensor_parallel
 from parallelize.errors import ConfigError
 from parallelize.gradients.averaging import Average
 from parallelize.plugins.base import Amp
-from parallelize.run.context import Runtime
+from parallelize.run.context import Runtime, active_or
 from parallelize.torch_patches.module_tensors import all_named_parameters
 
 
@@ -91,7 +91,7 @@ def _refuse_for_tensor_parallel(run: Runtime, models: Sequence[nn.Module]) -> No
         option = f"amp_engine={config.amp_engine.name!r}"
     elif amp is not None and amp.level in {"O2", "O3"}:
         option = f"amp level {amp.level}"
-    elif not config.backend.takes_tensor_parallel:
+    elif active_or(run).data_ranks.size > 1 and not config.backend.takes_tensor_parallel:
         option = f"backend={config.backend.name!r}"
     if option is not None:
         raise ConfigError(

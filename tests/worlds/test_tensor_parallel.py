@@ -199,9 +199,10 @@ def test_clipped_norm() -> None:
     require_equal(in_world(Mlp), expected)
 
 
-def test_one_model_on_all_ranks() -> None:
-    """If all ranks hold one model, there is nothing to average, and each reads whole batches."""
-    in_two = distributed(processes=PARTS)(trained)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_one_model_on_all_ranks(backend: str) -> None:
+    """If all ranks hold one model, there is nothing to average or shard, and each reads whole batches."""
+    in_two = distributed(processes=PARTS, backend=backend)(trained)
     require_equal(in_two(Mlp, max_norm=None), alone(seeded(Mlp), max_norm=None))
 
 
@@ -324,6 +325,7 @@ def entered(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     [
         ({}, (2,), "a tensor parallel model on the ranks 0, 1, as rank 2 of 4 has it"),
         ({"backend": "auto"}, (2, 2), "backend='auto' with a model that is tensor parallel"),
+        ({"backend": "fsdp"}, (2, 2), "backend='fsdp' with a model that is tensor parallel"),
         ({"amp": "O2"}, (2, 2), "amp level O2 with a model that is tensor parallel"),
     ],
 )
