@@ -23,6 +23,7 @@ from parallelize.gradients.autograd_graph import marks_of, nodes_behind
 from parallelize.plugins.base import Amp, PrecisionRequest, Session
 from parallelize.precision.levels import LeveledPrecision, LevelRow
 from parallelize.precision.loss_scaling import LossScaling, not_scaled
+from parallelize.precision.unused_autocast import UnusedAutocast
 from parallelize.precision.weight_casting import HalfWeights, exempt_modules, stored_in_half
 from parallelize.run.containers import leaves, map_leaves
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
@@ -57,7 +58,10 @@ class NativePrecision(LeveledPrecision):
         if not row.autocast:
             yield Session()
             return
-        session = NativeSession(amp, request.device)
+        # At O3, the weights are in half precision whoever uses them.
+        is_main = request.world.rank == 0
+        unused = UnusedAutocast(request.models, warns=is_main and row.master_weights)
+        session = NativeSession(amp, request.device, unused)
         has_shards = request.shards_gradients and request.world.world_size > 1
         with contextlib.ExitStack() as stack:
             if not row.master_weights:
@@ -70,6 +74,7 @@ class NativePrecision(LeveledPrecision):
                 stack.enter_context(_scaling_losses(session, amp, request, has_shards=has_shards))
             stack.callback(session.bind, ())
             session.bind(request.models)
+            stack.enter_context(unused.active())
             yield session
 
 
@@ -110,6 +115,7 @@ class NativeSession(Session):
     Args:
         amp: the request, with its dtype.
         device: the first device of this process.
+        unused_autocast: is told of the first forward with gradients.
 
     Attributes:
         dtype: the half-precision dtype.
@@ -117,7 +123,7 @@ class NativeSession(Session):
         scaling: loss scaling of this block, or of the block around it; None: no loss scaling.
     """
 
-    def __init__(self, amp: Amp, device: torch.device) -> None:
+    def __init__(self, amp: Amp, device: torch.device, unused_autocast: UnusedAutocast) -> None:
         self.communication_dtype = amp.communication_dtype
         self.fp32_modules = exempt_modules(device.type)
         self.dtype: Any = amp.dtype
@@ -125,6 +131,7 @@ class NativeSession(Session):
         self.scaling: LossScaling | None = None
         self._device_type = device.type
         self._outputs = amp.outputs
+        self._unused_autocast = unused_autocast
 
     def cast_weights(self, row: LevelRow, *, is_cast_by_engine: bool) -> None:
         """Compute with half-precision casts of the weights, if the level does.
@@ -149,6 +156,8 @@ class NativeSession(Session):
     @override
     def route(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward under autocast, and return what it computes in fp32."""
+        if torch.is_grad_enabled():
+            self._unused_autocast.is_over = True
         if self._is_autocast_of_caller():
             return call(*args, **kwargs)
         with torch.autocast(self._device_type, self.dtype):

@@ -272,6 +272,7 @@ def losses_of(model: Tower, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:amp= has no effect")  # of calls of submodules
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("form", sorted(losses_of(Tower(), torch.ones(4, 3))))
 def test_every_form_of_backward_gives_unscaled_gradients(form: str, level: str) -> None:
