@@ -148,26 +148,13 @@ class _BackgroundThread:
         )
         # The save that this block has begun, until its error was raised.
         self._save: Future[None] | None = None
-
-    @functools.cached_property
-    def _stager(self) -> Any:
-        # The import takes a second.
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        # Pinned memory is the driver's: a run on the CPU that took some would make a context on the
-        # machine's GPU.
-        has_gpu = context.current().device.type == "cuda"
-        return DefaultStager(
-            StagingOptions(
-                use_pinned_memory=has_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=has_gpu,
-            )
-        )
+        # torch's, which keeps the memory of the copies for the next ones; None before the first.
+        self._stager: Any = None
 
     def stage(self, content: dict[str, Any]) -> Any:
         """Return a copy of a content in memory, which the next copy overwrites."""
+        if self._stager is None:
+            self._stager = _new_stager()
         return self._stager.stage(content)
 
     def wait_for_run(self) -> None:
@@ -192,9 +179,31 @@ class _BackgroundThread:
             save.result()
 
     def close(self) -> None:
-        """Wait for the save, end the thread, and raise the error of the save."""
-        with self._executor:
-            self.wait()
+        """Wait for the save, end the thread, free the copies, and raise the error of the save."""
+        try:
+            with self._executor:
+                self.wait()
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+
+
+def _new_stager() -> Any:
+    """Return what copies contents to memory of the CPU, which is pinned in a run on GPUs."""
+    # The import takes a second.
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    # Pinned memory is the driver's: a run on the CPU that took some would make a context on the
+    # machine's GPU.
+    has_gpu = context.current().device.type == "cuda"
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=has_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=has_gpu,
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import gc
 import os
 import pathlib
 import sys
@@ -298,3 +299,14 @@ def test_any_save_schedule(tmp_path_factory, every):
     folder = tmp_path_factory.mktemp("runs")
     with contextlib.suppress(ConfigError), checkpoints(folder, every=every, model=nn.Linear(1, 1)) as saved:
         saved.step()
+
+
+def test_the_copies_of_background_saves_end_with_the_block(tmp_path):
+    """After the block, no copy of the weights is in memory, although the program still holds what it has yielded."""
+    model = nn.Linear(123, 1, bias=False)
+    with checkpoints(tmp_path, every=1, model=model) as saved:
+        saved.step()
+    gc.collect()
+    storages = [each for each in gc.get_objects() if type(each) is torch.UntypedStorage and each.nbytes() == 4 * 123]
+    assert saved.steps == 1
+    assert {each.data_ptr() for each in storages} <= {model.weight.data_ptr()}
