@@ -5,8 +5,8 @@
     ShardedParameter      the user's parameter in a block, which does so as well
     FullView              `p[0]`, `p.T`, ...: shares memory with a gathered tensor
 
-    run(call)
-    ├── METHODS           what has an answer of its own, such as `shape`, `p.grad = ...` and hooks
+    run(function, args, kwargs)
+    ├── METHODS           what has an answer of its own, such as hooks, attributes and their setters
     ├── FUNCTIONS         the same, for calls on views as well
     ├── on rows           functions by element, of shards that are cut alike and of plain numbers
     ├── one by one        functions of lists, such as those of optimizers with foreach=True
@@ -39,7 +39,6 @@ from parallelize.backends.fsdp.shards import (
     Version,
     full_tensor,
     full_tensor_with_gradient,
-    is_cut,
     mark_changed,
     record_of,
     shard_like,
@@ -58,7 +57,7 @@ class CalledAsFull:
         cls, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return run(Call(func, args, kwargs or {}))
+            return run(func, args, kwargs or {})
 
 
 class Sharded(CalledAsFull):
@@ -146,16 +145,17 @@ def stand_for(value: Any, registry: ShardedTensors) -> Any:
     """
     if not isinstance(value, DTensor):
         return value
-    if not is_cut(value):
-        return full_tensor_with_gradient(value)
     reference = record_of(value).standing
     standing: Any = None
     if reference is not None:
         standing = reference()
-    if standing is None:
-        standing = value._local_tensor.detach()
-        standing.__class__ = ShardedTensor
-        let_stand(standing, value, registry)
+    if standing is not None:
+        return standing
+    if not any(placement.is_shard() for placement in value.placements):
+        return full_tensor_with_gradient(value)
+    standing = value._local_tensor.detach()
+    standing.__class__ = ShardedTensor
+    let_stand(standing, value, registry)
     return standing
 
 
@@ -183,47 +183,35 @@ class Call:
         function: the function, or `__get__` or `__set__` of an attribute.
         args: its positional arguments.
         kwargs: its keyword arguments.
+        name: its name.
+        target: its first argument, of which it is a method; None without arguments.
     """
 
     function: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        name: str = self.function.__name__
-        return name
-
-    @property
-    def full_name(self) -> str:
-        """The name of the function, with that of the attribute: `data.__set__`."""
-        if self.name in ("__get__", "__set__"):
-            return f"{self.function.__self__.__name__}.{self.name}"
-        return self.name
-
-    @property
-    def target(self) -> Any:
-        """The first argument, of which the function is a method; None without arguments."""
-        return self.args[0] if self.args else None
+    name: str
+    target: Any
 
 
 Handler = Callable[[Call], Any]
 
 
-def run(call: Call) -> Any:
+def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a function that has got a sharded tensor, or a view of a gathered one."""
-    handler: Handler | None = None
-    if isinstance(call.target, Sharded):
-        handler = METHODS.get(call.full_name) or METHODS.get(call.name)
-    handler = handler or FUNCTIONS.get(call.name)
-    if handler is not None:
-        return handler(call)
+    name = function.__name__
+    target: Any = args[0] if args else None
+    call = Call(function, args, kwargs, name, target)
+    if name in METHODS and isinstance(target, Sharded):
+        return METHODS[name](call)
+    if name in FUNCTIONS:
+        return FUNCTIONS[name](call)
     if _is_exact_on_rows(call):
         return _run_on_rows(call)
     if _takes_full_operand(call):
-        return _run_on_rows(_with_cut_operands(call))
-    if "foreach_" in call.name and len(call.target) > 1:
+        args, kwargs = _with_cut_operands(call)
+        return run(function, args, kwargs)
+    if "foreach_" in name and len(target) > 1:
         return _run_one_by_one(call)
     return run_on_full(call)
 
@@ -237,11 +225,18 @@ def _ask_shard(call: Call) -> Any:
 
 def _get_attribute(call: Call) -> Any:
     """Return an attribute of the shard; one that is a DTensor, such as `grad`, as a sharded tensor."""
+    getter = GETTERS.get(call.function.__self__.__name__)
+    if getter is not None:
+        return getter(call)
     return stand_for(call.function(call.target.shard), call.target.registry)
 
 
 def _set_attribute(call: Call) -> None:
-    call.function(call.target.shard, call.args[1])
+    setter = SETTERS.get(call.function.__self__.__name__)
+    if setter is not None:
+        setter(call)
+    else:
+        call.function(call.target.shard, call.args[1])
 
 
 def _get_data(call: Call) -> Any:
@@ -272,7 +267,7 @@ def _set_data(call: Call) -> None:
         record_of(alias.shard).version = Version()
         record_of(shard).data_alias = None
     with torch.no_grad():
-        run(Call(torch.Tensor.copy_, (target, value), {}))
+        run(torch.Tensor.copy_, (target, value), {})
 
 
 def _set_gradient(call: Call) -> None:
@@ -324,7 +319,7 @@ def _show(call: Call) -> Any:
 
 
 def _copy(call: Call) -> Any:
-    return run(Call(torch.clone, call.args[:1], {}))
+    return run(torch.clone, call.args[:1], {})
 
 
 def _refuse_gradients(_call: Call) -> Any:
@@ -422,17 +417,20 @@ def _has_shape(operand: torch.Tensor, target: Sharded) -> bool:
     return not isinstance(operand, FullView) and operand.shape == target.shard.shape
 
 
-def _with_cut_operands(call: Call) -> Call:
-    """Return the call with the shards of plain operands, as rank 0 has them."""
+def _with_cut_operands(call: Call) -> tuple[Any, Any]:
+    """Return the arguments of a call, with sharded tensors in place of its plain operands.
+
+    The values are those of rank 0.
+    """
     target = call.target
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, Sharded) or not value.ndim:
             return value
-        return shard_like(value, target.shard, source=0)
+        return stand_for(shard_like(value, target.shard, source=0), target.registry)
 
     args, kwargs = map_leaves(cut, (tuple(call.args[1:]), call.kwargs))
-    return Call(call.function, (target, *args), kwargs)
+    return (target, *args), kwargs
 
 
 def _run_one_by_one(call: Call) -> list[Any] | None:
@@ -443,7 +441,7 @@ def _run_one_by_one(call: Call) -> list[Any] | None:
         for argument in call.args:
             is_list = isinstance(argument, (list, tuple))
             args.append(argument[place : place + 1] if is_list else argument)
-        results += run(Call(call.function, args, call.kwargs)) or ()
+        results += run(call.function, args, call.kwargs) or ()
     return results or None
 
 
@@ -506,19 +504,24 @@ def run_on_full(call: Call) -> Any:
 
 METHODS: Mapping[str, Handler] = {
     **dict.fromkeys(FACTS, _ask_shard),
-    **dict.fromkeys([f"{attribute}.__get__" for attribute in VIEWS], run_on_full),
     "__get__": _get_attribute,
     "__set__": _set_attribute,
     "__repr__": _show,
-    "data.__get__": _get_data,
-    "data.__set__": _set_data,
-    "grad.__set__": _set_gradient,
-    "requires_grad.__set__": _set_whether_trained,
     "requires_grad_": _change_whether_trained,
     "register_hook": _register_hook,
     "register_post_accumulate_grad_hook": _register_hook,
 }
 """Name of a function whose first argument is sharded -> what runs in its place."""
+
+GETTERS: Mapping[str, Handler] = {"data": _get_data, **dict.fromkeys(VIEWS, run_on_full)}
+"""Name of an attribute of a sharded tensor -> what runs when it is read."""
+
+SETTERS: Mapping[str, Handler] = {
+    "data": _set_data,
+    "grad": _set_gradient,
+    "requires_grad": _set_whether_trained,
+}
+"""Name of an attribute of a sharded tensor -> what runs when it is set."""
 
 FUNCTIONS: Mapping[str, Handler] = {
     "__deepcopy__": _copy,

@@ -75,7 +75,7 @@ def is_by_element(name: str) -> bool:
     name = _OPERATORS.get(name, name)
     if name.startswith("__"):
         return False
-    operator = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
+    operator = getattr(torch.ops.aten, name.rpartition("foreach_")[2], None)
     if not isinstance(operator, torch._ops.OpOverloadPacket):
         return False
     tags: set[torch.Tag] = set()

@@ -69,18 +69,13 @@ def mark_changed(shard: Any) -> None:
 
 def changes_of(shards: Iterable[Any]) -> int:
     """Return the number of all changes of some shards: if it is equal later, none has changed."""
-    return sum(record_of(shard).version.number for shard in shards)
+    return sum([record_of(shard).version.number for shard in shards])
 
 
 def share_version(shard: Any, source: Any) -> None:
     """Let a shard have the version of another one, if it has the same rows."""
     if shard._local_tensor.data_ptr() == source._local_tensor.data_ptr():
         record_of(shard).version = record_of(source).version
-
-
-def is_cut(tensor: DTensor) -> bool:
-    """Return whether ranks hold different rows of a DTensor, as opposed to all of it or summands."""
-    return any(placement.is_shard() for placement in tensor.placements)
 
 
 def dtensor_of(rows: torch.Tensor, like: Any, mesh: Any = None) -> Any:
