@@ -32,6 +32,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch": {
         "_foreach_copy_": ("tell functions that keep elements apart", 'nothing: backend="fsdp" gathers more'),
+        "_foreach_max": ("tell functions that reduce", "nothing"),
+        "_foreach_zero_": ("tell functions that keep elements apart", 'nothing: backend="fsdp" gathers more'),
         "_foreach_norm": ("clip many sharded gradients by one collective", "clipping is slower"),
         "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),
         "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
@@ -177,6 +179,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_fsdp_param_group": ("reach sharded parameters", 'backend="fsdp" fails'),
         "_lazy_init": ("let the model be the root before a part of it is called", "calls of parts fail"),
+        "_mp_policy": ("refuse a cast of distributions", 'models that return one fail under backend="fsdp"'),
+        "_pre_backward": ("prepare a backward from a distribution", "gradients of policies are lost"),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
         "_setattr_on_modules": ("register the user's parameter in place of the shard", 'backend="fsdp" fails'),

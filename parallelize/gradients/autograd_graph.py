@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves
 
-from parallelize.run.containers import leaves
+from parallelize.run.containers import leaves, tensors_of_distribution
 from parallelize.torch_patches.backward import Root
 
 _MARK = "parallelize: inputs of the forward, by owners"
@@ -107,11 +108,13 @@ def _nodes_of_outputs(outputs: Any) -> list[Any]:
 def _values_in(leaf: Any) -> list[Any]:
     """Return the values in an object that `leaves` does not open.
 
-    These are the pytrees of torch and the attributes of plain objects, such as an output class of
-    the user's. Any other object is its own value.
+    These are the tensors of distributions, the pytrees of torch, and the attributes of plain
+    objects, such as an output class of the user's. Any other object is its own value.
     """
     if isinstance(leaf, torch.Tensor):
         return [leaf]
+    if isinstance(leaf, Distribution):
+        return tensors_of_distribution(leaf)
     values: list[Any] = tree_leaves(leaf)
     is_plain_object = len(values) == 1 and values[0] is leaf
     if is_plain_object and hasattr(leaf, "__dict__"):

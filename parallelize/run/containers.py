@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.distributions import Distribution, Transform
 
 _MANY = 1_000_000
 """Number of leaves that a walk reaches in a second or two."""
@@ -68,6 +69,22 @@ def _collect_once(value: Any, collected: list[Any], is_complete: dict[int, bool]
         for item in items:
             _collect_once(item, collected, is_complete)
         is_complete[id(value)] = True
+
+
+def tensors_of_distribution(distribution: Distribution | Transform) -> list[torch.Tensor]:
+    """Return the tensors of a distribution, in a fixed order.
+
+    A distribution may be made of other distributions and of transforms, which have tensors, too.
+    It is no container, because its tensors are computed from each other: most operations on leaves,
+    such as a sum over ranks, would leave it inconsistent.
+    """
+    tensors: list[torch.Tensor] = []
+    for value in leaves(vars(distribution)):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (Distribution, Transform)):
+            tensors += tensors_of_distribution(value)
+    return tensors
 
 
 def is_entangled(value: Any) -> bool:

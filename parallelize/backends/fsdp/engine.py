@@ -7,7 +7,8 @@ its class, its own hooks run as usual, and every routed method gathers parameter
                             user's Parameters stand for the shards
     model(x)                FSDPEngine._run; each unit is gathered before its forward
     loss.backward()         each unit is gathered before its backward; after it, its gradients are
-                            averaged and cut into shards
+                            averaged and cut into shards. unit_order.py and unit_backward.py: all
+                            ranks gather the same units, whichever of them a rank uses
     optimizer.step()        optimizers.py
     anything else           full_tensors.py: tensors that gather themselves where they are used
     end of the block        FSDPEngine.close; restore.py makes sharded tensors plain
@@ -45,6 +46,8 @@ from parallelize.backends.fsdp.restore import Restoration
 from parallelize.backends.fsdp.sharding import shard
 from parallelize.backends.fsdp.shards import changes_of
 from parallelize.backends.fsdp.stand_in import HookOfBlock, StandIn
+from parallelize.backends.fsdp.unit_backward import BackwardOrder
+from parallelize.backends.fsdp.unit_order import ForwardKind, ForwardOrder, units_in_order
 from parallelize.backends.fsdp.units import (
     is_sharded,
     refuse_gradients,
@@ -133,9 +136,16 @@ class FSDPEngine(Engine):
             self._end.announce(parameter.original for parameter in self._stand_in.parameters)
         self.module = self._run
         self.local = self._run
+        self._begin_order()
         self._begin_forwards()
         self._begin_hooks()
         self._replicate_whole_parameters()
+
+    def _begin_order(self) -> None:
+        """Let all ranks gather and reduce the same units, whichever of them a rank uses."""
+        units, root = units_in_order(self._inner, self._stand_in.units)
+        self._backward_order = BackwardOrder(units, root, self._stand_in.states())
+        self._forward_order = ForwardOrder(units, self._backward_order.gather_for_recomputation)
 
     def _begin_forwards(self) -> None:
         """Set what changes from forward to forward."""
@@ -167,6 +177,7 @@ class FSDPEngine(Engine):
         # Until the end of the block. If the block fails, they stay, as do the sharded parameters.
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(subscribed(Order.BEGIN, full_tensors.refuse_inputs))
+        self._hooks.enter_context(subscribed(Order.REDUCE, self._backward_order.around_pass))
         if self._options.full_state_dict:
             gather = functools.partial(_gather, self._home)
             handle = model.register_state_dict_post_hook(gather)
@@ -212,18 +223,19 @@ class FSDPEngine(Engine):
     def _prepare(self, *, is_training: bool) -> None:
         """Prepare the gathered parameters for a forward with or without gradients."""
         self._refuse_replaced()
+        self._backward_order.settle()
         if is_training:
             self._has_trained = True
         elif self._has_trained:
             # A rank that evaluates alone would wait in the first gather. Here it waits in a group
             # of its own, so that hang detection can name its line.
             self._has_trained = bool(differences([digest("a forward without gradients")]))
-        changes = changes_of(parameter.original.shard for parameter in self._stand_in.parameters)
+        shards = [parameter.original.shard for parameter in self._stand_in.parameters]
+        changes = changes_of(shards)
         if changes != self._changes:
             self._changes = changes
             self._stand_in.gather_anew()
-        if not is_training:
-            self._stand_in.register_gathered()
+        self._stand_in.register_gathered()
         if is_in_transform() or is_differentiating_forward():
             self._has_transformed = True
 
@@ -236,6 +248,7 @@ class FSDPEngine(Engine):
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(is_training),
             _naming_forward_ad(),
+            self._forward_order.running(ForwardKind(self._inner.method, is_training)),
         ):
             hooked_leaves: list[Any] = self._inner(*args, **kwargs)
         return hooked_leaves
@@ -251,6 +264,9 @@ class FSDPEngine(Engine):
         for leaf in leaves(output):
             base = getattr(leaf, "_base", None)
             bases.append(leaf if base is None else base)
+        forward = self._forward_order.forward
+        if forward is not None and torch.is_grad_enabled():
+            self._backward_order.hook_outputs(forward, bases)
         return bases
 
     def _before_step(self, *_: Any) -> None:
@@ -307,6 +323,7 @@ class FSDPEngine(Engine):
         FSDP2 reduces them in hooks on the output of the model. A loss that reaches the parameters
         on another way does not pass these hooks.
         """
+        self._backward_order.settle()
         has_transformed = self._has_transformed
         has_lost = any(parameter.has_unreduced_gradient for parameter in self._stand_in.parameters)
         optimizer_class = type(optimizer).__name__
@@ -329,13 +346,15 @@ class FSDPEngine(Engine):
                 f"gradients of a loss are not in the parameters of {optimizer_class}",
                 why="under fsdp, backward has to go through the output of the model",
                 fix="return that loss, or what it is computed from, from forward: as tensors, or "
-                "in lists, dicts or dataclasses, whose tensors are found; or use backend='ddp'",
+                "in lists, dicts, dataclasses or distributions, whose tensors are found; or use "
+                "backend='ddp'",
             )
 
     @override
     def close(self, *, failed: bool) -> None:
         self._checks.close()
         try:
+            self._backward_order.close(failed=failed)
             if not failed:
                 self._refuse_replaced()
                 self._refuse_added()

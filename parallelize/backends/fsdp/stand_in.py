@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from parallelize.backends.fsdp import full_tensors
+from parallelize.backends.fsdp.distributions import watch_distributions
 from parallelize.backends.fsdp.shards import dtensor_of
 from parallelize.backends.fsdp.units import is_sharded
 from parallelize.errors import SyncError
@@ -153,6 +154,11 @@ class StandIn:
                                                                    create_graph=True has read it
     pre_backward             group  gathers a unit for backward    gathers it, and registers what is
                                                                    gathered; raises after the block
+    pre_forward,             group  the collectives of a unit      the same, after those that other
+    post_forward,                                                  ranks make: see unit_order.py
+    post_backward
+    _root_post_backward_     state  ends a backward pass           the same, after the collectives
+    final_callback                                                 that other ranks still make
     __class__                module a new class, FSDPLinear        the user's class
     hooks                    module the methods of the state       the same; in copies and pickles
                                                                    of a module they do nothing
@@ -202,6 +208,7 @@ class StandIn:
         with without_overrides(module):
             fully_shard(module, **options)
         state = _state_of(module)
+        watch_distributions(state, module)
         module.__class__ = user_class
         group = state._fsdp_param_group
         if group is None:
@@ -229,6 +236,11 @@ class StandIn:
                 continue
             for key in dictionary.keys() - keys_before:
                 self._mark(dictionary, key)
+
+    def states(self) -> list[Any]:
+        """Return the FSDPStates of all units, also of those without parameters."""
+        states: list[Any] = _state_of(self._inner)._state_ctx.all_states
+        return states
 
     def _mark(self, dictionary: dict[Any, Any], key: Any) -> None:
         """Mark a hook of FSDP2, or remove its mark on a module.

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributions import Distribution
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from parallelize.agreement.fingerprint import comparison_group, rows_of_ranks
@@ -38,6 +39,7 @@ from parallelize.backends.fsdp.unit_order import (
     refuse_different,
 )
 from parallelize.hang_detection.waiting import waiting_for
+from parallelize.run.containers import tensors_of_distribution
 from parallelize.torch_patches.backward import Pass, Run
 
 _BITS = 32
@@ -100,15 +102,19 @@ class BackwardOrder:
             self.settle()
         self._is_closed = True
 
-    def hook_outputs(self, forward: Forward, tensors: Sequence[Any]) -> None:
+    def hook_outputs(self, forward: Forward, leaves: Sequence[Any]) -> None:
         """Let the backward of a forward begin with the first gradient of its outputs."""
 
         def begin(_gradient: torch.Tensor) -> None:
             self._begin(forward)
 
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's
+        for leaf in leaves:
+            tensors = [leaf]
+            if isinstance(leaf, Distribution):
+                tensors = tensors_of_distribution(leaf)
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's
 
     def _begin(self, forward: Forward) -> None:
         is_known = forward is self._forward or forward in self._passed

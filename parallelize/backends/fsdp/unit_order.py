@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from parallelize.agreement.fingerprint import rows_of_ranks
 from parallelize.agreement.gather import gather_objects
+from parallelize.backends.fsdp import stand_in
 from parallelize.errors import SyncError
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.torch_patches.backward import is_in_backward
@@ -79,19 +80,26 @@ class Unit:
         self.post_backward = self.group.post_backward
 
 
-def units_in_order(model: nn.Module, states: Mapping[nn.Module, Any]) -> list[Unit]:
-    """Return the units of a model, in the order of its modules.
+def units_in_order(
+    inner: nn.Module, units: Sequence[stand_in.Unit]
+) -> tuple[list[Unit], Unit | None]:
+    """Return the units of a model in the order of its modules, and the root.
 
     Args:
-        model: the user's model.
-        states: fully_shard's states of its units.
+        inner: the module of the root.
+        units: the units that have parameters.
     """
-    units: list[Unit] = []
-    for name, module in model.named_modules():
-        state = states.get(module)
-        if state is not None and state._fsdp_param_group is not None:
-            units.append(Unit(len(units), name, module, state._fsdp_param_group))
-    return units
+    group_of_module = {unit.module: unit.group for unit in units}
+    root_group = group_of_module.pop(inner, None)
+    ordered: list[Unit] = []
+    for name, module in inner.named_modules():
+        if module in group_of_module:
+            name_in_model = name.removeprefix("model.")
+            ordered.append(Unit(len(ordered), name_in_model, module, group_of_module[module]))
+    root = None
+    if root_group is not None:
+        root = Unit(len(ordered), "the other parameters", inner, root_group)
+    return ordered, root
 
 
 class StepKind(enum.IntEnum):
