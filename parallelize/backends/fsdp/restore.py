@@ -39,9 +39,7 @@ import torch
 from torch import nn
 
 from parallelize.agreement.fingerprint import comparison_group, differences, digest
-from parallelize.agreement.fingerprint import differences, digest
 from parallelize.agreement.gather import gather_objects
-from parallelize.backends.fsdp.shards import full_tensor
 from parallelize.backends.fsdp.shards import full_tensor
 from parallelize.backends.measuring import free_bytes
 from parallelize.run.sharded_tensors import ShardedTensors

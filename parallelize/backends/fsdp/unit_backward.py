@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributions import Distribution
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributions import Distribution
 
 from parallelize.agreement.fingerprint import comparison_group, rows_of_ranks
 from parallelize.backends.fsdp.unit_order import (
