@@ -288,10 +288,7 @@ class RegisteredBuffers:
         buffers = self._present()
         group, _ = _data_group()
         average = functools.partial(_average, group=group)
-        floating = []
-        for buffer in buffers:
-            if buffer.is_floating_point():
-                floating.append(local_part(buffer.detach()))
+        floating = [local_part(buffer.detach()) for buffer in buffers if buffer.is_floating_point()]
         for message in _messages(floating):
             _send(message, average)
 

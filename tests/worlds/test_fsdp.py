@@ -302,6 +302,36 @@ def a_policy_computes_in_half_precision() -> None:
     assert [seen, {each.dtype for each in model.parameters()}] == [{torch.bfloat16}, {torch.float64}]
 
 
+class Adapted(nn.Linear):
+    """A frozen layer in half precision, and a trained adapter in full precision."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, dtype=torch.bfloat16)
+        self.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, width) / 4)
+        self.up = nn.Parameter(torch.randn(width, 2) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16()).float() + x @ self.down.T @ self.up.T
+
+
+@check
+def adapters_train_beside_frozen_weights_of_another_dtype() -> None:
+    """In one unit; frozen weights keep their bits, and adapters are those of ddp."""
+
+    def adapted(backend: Any) -> Weights:
+        torch.manual_seed(7)
+        model = nn.Sequential(Adapted(6), nn.Sequential(Adapted(6), nn.Linear(6, 1)))
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.05)
+        with parallel_model(model, backend=backend):
+            train(model, optimizer, lambda step: own_batch(step).float(), range(3))
+        return dict(model.state_dict())
+
+    expected = adapted("ddp")
+    for backend in ("fsdp", FSDPBackend(blocks=[Adapted]), FSDPBackend(blocks=10**6)):
+        torch.testing.assert_close(adapted(backend), expected)
+
+
 @check
 def blocks_follow_each_other() -> None:
     """fsdp, ddp and fsdp again, with evaluation in inference mode, train one model by one optimizer, then none does."""
@@ -532,6 +562,18 @@ def other_parameters_are_found_without_a_forward() -> None:
             with refused, parallel_model(model, backend="fsdp", **options):
                 train(model, sgd(model))
                 replace(model, how)
+
+
+@check
+def a_state_dict_may_be_read_in_an_evaluating_forward() -> None:
+    """While gathered parameters are registered."""
+    model, expected = seeded(), seeded()
+    model.head.register_forward_hook(lambda *_: seen.append(model.state_dict()))
+    seen: list[Weights] = []
+    with parallel_model(model, backend="fsdp"):
+        with torch.no_grad():
+            assert_close(model(own_batch()), expected(own_batch()))
+        assert_close({key: value + 0 for key, value in seen[0].items()}, dict(expected.state_dict()))
 
 
 @check

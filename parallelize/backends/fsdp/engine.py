@@ -222,7 +222,7 @@ class FSDPEngine(Engine):
 
     def _prepare(self, *, is_training: bool) -> None:
         """Prepare the gathered parameters for a forward with or without gradients."""
-        self._refuse_replaced()
+        self._refuse_replaced(accepts_gathered=False)
         self._backward_order.settle()
         if is_training:
             self._has_trained = True
@@ -271,19 +271,21 @@ class FSDPEngine(Engine):
 
     def _before_step(self, *_: Any) -> None:
         """Refuse replaced parameters before a step of any optimizer: it may train the new ones."""
-        # While backward runs, gathered parameters are registered in place of the originals.
-        if not is_in_backward():
-            self._refuse_replaced()
+        self._refuse_replaced(accepts_gathered=True)
 
     def _before_state_dict(self, *_: Any) -> None:
         """Refuse replaced and added parameters before the model's state is read or saved."""
-        if not is_in_backward():
-            self._refuse_replaced()
-            self._refuse_added()
+        self._refuse_replaced(accepts_gathered=True)
+        self._refuse_added()
 
-    def _refuse_replaced(self) -> None:
-        """Refuse parameters that were replaced since the entry of the block."""
-        name = self._stand_in.replaced()
+    def _refuse_replaced(self, *, accepts_gathered: bool) -> None:
+        """Refuse parameters that were replaced since the entry of the block.
+
+        Args:
+            accepts_gathered: whether gathered parameters may be registered. Before a forward, they
+                are left of a backward that has failed, so that FSDP2's state is no longer right.
+        """
+        name = self._stand_in.replaced(accepts_gathered=accepts_gathered)
         if name is not None:
             raise SyncError(
                 f"{name} was replaced in the block, by a functional call, or by a failed backward",
@@ -297,14 +299,14 @@ class FSDPEngine(Engine):
 
         Forward has its own check, which is faster: the block notes what is registered in the model.
         """
-        for name, parameter in all_named_parameters(self._inner.model):
-            if parameter not in self._names:
-                raise SyncError(
-                    f"{name} was added in the block",
-                    why="fsdp shards parameters at the entry of the block, so that each rank would "
-                    "train this one for itself",
-                    fix="change the model before the block, or use backend='ddp'",
-                )
+        name = self._stand_in.added()
+        if name is not None:
+            raise SyncError(
+                f"{name} was added in the block",
+                why="fsdp shards parameters at the entry of the block, so that each rank would "
+                "train this one for itself",
+                fix="change the model before the block, or use backend='ddp'",
+            )
 
     def _refuse_writes(self) -> None:
         """Refuse what forward has written to parameters."""
@@ -356,8 +358,7 @@ class FSDPEngine(Engine):
         try:
             self._backward_order.close(failed=failed)
             if not failed:
-                self._refuse_replaced()
-                self._refuse_added()
+                self._before_state_dict()
         finally:
             self._registry.open_engines -= 1
             self._steps.end()

@@ -32,7 +32,7 @@ from parallelize.gradients import differentiable
 from parallelize.plugins.base import Inner
 from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.backward import is_in_backward
-from parallelize.torch_patches.module_tensors import without_overrides
+from parallelize.torch_patches.module_tensors import all_named_parameters, without_overrides
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +186,7 @@ class StandIn:
         self.units: list[Unit] = []
         self.parameters: list[StandInParameter] = []
         self.keeps_gathered = False
+        self._parameter_of: dict[nn.Parameter, StandInParameter] = {}
         self._inner = inner
         self._names = names
         self._registry = registry
@@ -221,6 +222,7 @@ class StandIn:
             parameter = StandInParameter(record, originals[record.sharded_param])
             parameter.enter(self._registry, rows_mesh, self._free)
             self.parameters.append(parameter)
+            self._parameter_of[parameter.original] = parameter
         group.pre_backward = functools.partial(_gather_for_backward, group, group.pre_backward)
 
     def complete(self) -> None:
@@ -268,11 +270,30 @@ class StandIn:
         if not self.keeps_gathered:
             free()
 
-    def replaced(self) -> str | None:
-        """Return the name of a parameter in whose place another one is registered; None: none."""
+    def replaced(self, *, accepts_gathered: bool) -> str | None:
+        """Return the name of a parameter in whose place another one is registered; None: none.
+
+        Args:
+            accepts_gathered: whether gathered parameters may be registered, as they are in forward
+                and backward.
+        """
         for module, name, original in self._registrations:
-            if module._parameters.get(name) is not original:
+            registered = module._parameters.get(name)
+            if registered is original:
+                continue
+            gathered = self._parameter_of[original].gathered
+            is_gathered = registered is not None and registered is gathered
+            if not is_gathered or not accepts_gathered:
                 return self._names[original]
+        return None
+
+    def added(self) -> str | None:
+        """Return the name of a parameter that the model did not have at the entry; None: none."""
+        expected = {parameter.gathered for parameter in self.parameters}
+        expected.update(self._names)
+        for name, parameter in all_named_parameters(self._inner.model):
+            if parameter not in expected:
+                return name
         return None
 
     def gather_anew(self) -> None:
