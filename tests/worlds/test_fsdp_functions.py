@@ -166,6 +166,30 @@ for each_run in RUNS:
         check[f"{each_run}, {each_backend}"] = functools.partial(each_check, each_run, each_backend)
 
 
+@check
+def a_function_around_the_whole_model() -> None:
+    """An adjoint of the model itself would be differentiated by sharded parameters; that is refused by name."""
+    model = seeded(RUNS["checkpoint"])
+    refused = pytest.raises(SyncError, match=r"(?s)torch.autograd.grad of sharded parameters.*backend='ddp'")
+    with refused, parallel_model(model, backend="fsdp"):
+        adjoint(model, own_batch(0)).square().mean().backward()
+
+
+@check
+def a_function_around_a_part_of_the_model_outside_of_forward() -> None:
+    """Its gradients accumulate in the originals."""
+    expected, model = (seeded(RUNS["checkpoint"]) for _ in range(2))
+
+    def loss(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return (net(x) + reversible(net.steps[0].inner, net.stem(x))).square().mean()
+
+    loss(expected, whole_batch(0)).backward()
+    with parallel_model(model, backend=FSDPBackend(blocks=[Step])):
+        loss(model, own_batch(0)).backward()
+    expected_gradients = {name: each.grad for name, each in expected.named_parameters()}
+    torch.testing.assert_close({name: each.grad for name, each in model.named_parameters()}, expected_gradients)
+
+
 @pytest.mark.parametrize("name", check)
 def test_a_function_that_runs_a_module_again(name: str) -> None:
     """It trains the weights of one process; what cannot get its gradients is refused by name."""
