@@ -24,6 +24,7 @@ from parallelize import FSDPBackend, distributed, parallel_model, shard_loader
 pytestmark = pytest.mark.slow
 
 WORLDS: dict[str, dict[str, Any]] = {
+    "one process": {"processes": 1},
     "fsdp": {"processes": 2, "backend": "fsdp"},
     "hsdp": {"processes": 4, "backend": FSDPBackend(shard_over=2)},
 }
@@ -45,26 +46,27 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, *, is_checkpointed: bool | None = None) -> None:
+    """Blocks between which activations are kept, or are recomputed where `is_reentrant` is given."""
+
+    def __init__(self, *, is_reentrant: bool | None = None) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(5, 3)
+        self.head = nn.Linear(5, 5)
         self.gain = nn.Parameter(torch.ones(()))
-        self.is_reentrant = is_checkpointed
+        self.is_reentrant = is_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            if self.is_reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.is_reentrant)
+            run = block if self.is_reentrant is None else functools.partial(checkpoint, block)
+            options = {} if self.is_reentrant is None else {"use_reentrant": self.is_reentrant}
+            x = run(x, **options)
         return self.head(x) * self.gain
 
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(32, 5, generator=generator, dtype=torch.float64)
-    return TensorDataset(inputs, inputs[:, :3].sin())
+    return TensorDataset(inputs, inputs.sin())
 
 
 def loader() -> Iterable[Any]:
@@ -121,7 +123,9 @@ class Shampoo(optim.Optimizer):
 
 
 class SOAP(optim.Optimizer):
-    """Adam in the eigenbasis of Shampoo's preconditioner.
+    """Adam in the eigenbasis of Shampoo's preconditioner, of the smaller side of a matrix, and of no vector.
+
+    The preconditioner of the larger side has no full rank, so that rounding would decide on its basis.
 
     Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam"
     """
@@ -140,8 +144,7 @@ class SOAP(optim.Optimizer):
                     state["step"] = 0
                     state["exp_avg"] = torch.zeros_like(grad)
                     state["exp_avg_sq"] = torch.zeros_like(grad)
-                    state["GG"] = [torch.zeros(size, size, dtype=grad.dtype) for size in grad.shape]
-                    state["Q"] = None
+                    self.init_preconditioner(grad, state)
                     self.update_preconditioner(grad, state, group)
                     continue  # the first step is skipped, as it has no eigenbasis yet
                 grad_projected = self.project(grad, state)
@@ -155,29 +158,42 @@ class SOAP(optim.Optimizer):
                 p.add_(self.project_back(exp_avg_projected / denominator, state), alpha=-step_size)
                 self.update_preconditioner(grad, state, group)
 
+    def init_preconditioner(self, grad: Tensor, state: Any) -> None:
+        state["GG"], state["Q"] = [], None
+        for size in grad.shape:
+            is_used = grad.dim() > 1 and size == min(grad.shape)
+            state["GG"].append(torch.zeros(size, size, dtype=grad.dtype) if is_used else [])
+
     def project(self, grad: Tensor, state: Any) -> Tensor:
         for matrix in state["Q"]:
-            grad = torch.tensordot(grad, matrix, dims=[[0], [0]])
+            if len(matrix) > 0:
+                grad = torch.tensordot(grad, matrix, dims=[[0], [0]])
+            elif grad.dim() > 1:
+                grad = grad.permute([*range(1, grad.dim()), 0])
         return grad
 
     def project_back(self, grad: Tensor, state: Any) -> Tensor:
         for matrix in state["Q"]:
-            grad = torch.tensordot(grad, matrix, dims=[[0], [1]])
+            if len(matrix) > 0:
+                grad = torch.tensordot(grad, matrix, dims=[[0], [1]])
+            elif grad.dim() > 1:
+                grad = grad.permute([*range(1, grad.dim()), 0])
         return grad
 
     def update_preconditioner(self, grad: Tensor, state: Any, group: Any) -> None:
-        for index in range(grad.dim()):
-            others = [axis for axis in range(grad.dim()) if axis != index]
-            outer = torch.tensordot(grad, grad, dims=[others, others])
-            state["GG"][index].lerp_(outer, 1 - group["shampoo_beta"])
+        for index, matrix in enumerate(state["GG"]):
+            if len(matrix) > 0:
+                others = [axis for axis in range(grad.dim()) if axis != index]
+                outer = torch.tensordot(grad, grad, dims=[others, others])
+                matrix.lerp_(outer, 1 - group["shampoo_beta"])
         if state["Q"] is None:
-            damped = [matrix + 1e-6 * torch.eye(len(matrix), dtype=matrix.dtype) for matrix in state["GG"]]
-            state["Q"] = [torch.linalg.eigh(matrix)[1].flip([1]) for matrix in damped]
+            state["Q"] = [torch.linalg.eigh(m)[1].flip([1]) if len(m) > 0 else [] for m in state["GG"]]
         elif state["step"] % group["frequency"] == 0:
             for index, (matrix, basis) in enumerate(zip(state["GG"], state["Q"], strict=True)):
-                order = torch.diag(basis.T @ matrix @ basis).argsort(descending=True)
-                state["exp_avg_sq"] = state["exp_avg_sq"].index_select(index, order)
-                state["Q"][index] = torch.linalg.qr(matrix @ basis[:, order])[0]
+                if len(matrix) > 0:
+                    order = torch.diag(basis.T @ matrix @ basis).argsort(descending=True)
+                    state["exp_avg_sq"] = state["exp_avg_sq"].index_select(index, order)
+                    state["Q"][index] = torch.linalg.qr(matrix @ basis[:, order])[0]
 
 
 class MuonWithAuxAdam(optim.Optimizer):
@@ -335,7 +351,9 @@ class GaLoreAdamW(optim.Optimizer):
                 is_matrix = grad.ndim == 2
                 if is_matrix:
                     if state["step"] % group["gap"] == 0:
-                        state["projector"] = torch.linalg.svd(grad, full_matrices=False)[0][:, : group["rank"]]
+                        vectors = torch.linalg.svd(grad, full_matrices=False)[0][:, : group["rank"]]
+                        # Rounding decides on the signs of singular vectors, also in one process.
+                        state["projector"] = vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
                     grad = state["projector"].T @ grad
                 if "exp_avg" not in state:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
@@ -562,7 +580,7 @@ def ema_copies(*, is_before: bool) -> Any:
 def swa() -> Any:
     """Average weights over epochs with torch's own classes, and compute batch norm's statistics anew."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double().eval()
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 5)).double().eval()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
     with parallel_model(model):
@@ -578,7 +596,7 @@ def swa() -> Any:
 def checkpointed(*, is_reentrant: bool) -> Any:
     """Recompute blocks in backward."""
     torch.manual_seed(0)
-    model = Net(is_checkpointed=is_reentrant).double()
+    model = Net(is_reentrant=is_reentrant).double()
     optimizer = optim.AdamW(model.parameters(), lr=0.05)
     with parallel_model(model):
         for inputs, targets in loader():
@@ -601,29 +619,21 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def all_programs(names: Iterable[str]) -> dict[str, Any]:
-    """Return what each program returns, or its error as a text."""
-    outcomes = dict[str, Any]()
-    for name in names:
-        try:
-            outcomes[name] = PROGRAMS[name]()
-        except Exception as error:
-            outcomes[name] = f"{type(error).__name__}: {error}"
-    return outcomes
+def all_programs() -> dict[str, Any]:
+    """Run the programs one after the other."""
+    return {name: program() for name, program in PROGRAMS.items()}
 
 
 @functools.cache
 def outcomes_in(world: str) -> dict[str, Any]:
-    options = WORLDS.get(world, {"processes": 1})
-    outcomes: dict[str, Any] = distributed(**options)(all_programs)(list(PROGRAMS))
+    """Return what each program returns on rank 0."""
+    outcomes: dict[str, Any] = distributed(**WORLDS[world])(all_programs)()
     return outcomes
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_trains_what_one_process_trains(name: str, world: str) -> None:
     """Weights, optimizer state, averages and what they predict are those of one process."""
     expected, outcome = outcomes_in("one process")[name], outcomes_in(world)[name]
-    assert not isinstance(expected, str), expected
-    assert not isinstance(outcome, str), outcome
     torch.testing.assert_close(outcome, expected, rtol=1e-6, atol=1e-6)

@@ -70,7 +70,9 @@ class FSDPBackend(Backend):
     loaded in the block: each rank moves its shards only to its device, block by block. In the
     block, the user's Parameters stand for the full parameters: they keep their identity, shape and
     meaning in the user's code, and optimizers keep them. After it, they have full values where they
-    came from, or on the CPU if that was "meta", if these fit there on all ranks.
+    came from, or on the CPU if that was "meta", if these fit there on all ranks, in contiguous
+    memory of their own. Parameters without dimensions or elements, and frozen integers and
+    booleans, are whole on every rank.
 
     Args:
         blocks: submodules whose parameters are all-gathered together: a list of their classes and
