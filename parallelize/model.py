@@ -105,6 +105,10 @@ def parallel_model(
     collective) are drawn outside of the block, where all ranks draw rank 0's numbers again, or from
     a generator with its own seed. A seed set inside the block is the same on all ranks.
 
+    A model that is tensor parallel already, whose parameters are DTensors, is taken as it is under
+    ddp: the ranks of its mesh read the same batches and draw the same random numbers, and gradients
+    are averaged over the ranks that hold the same part.
+
     A warning says if the inputs of the first step are bitwise equal on all ranks, which then do the
     work of one: a loader is not wrapped in `shard_loader`, or each rank seeds a generator of its
     own alike.
