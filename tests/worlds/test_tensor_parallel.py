@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from parallelize import (
     ConfigError,
@@ -311,13 +312,15 @@ def test_parts_that_differ() -> None:
         changed_on_rank_3()
 
 
-@distributed(processes=WORLD)
-def entered(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+def enter(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     """Enter a block with a model in parts over the last dimension of a mesh."""
     names = ("dp", "tp")[-len(shape) :]
     model = in_parts(seeded(Mlp), init_device_mesh("cpu", shape, mesh_dim_names=names)["tp"])
     with parallel_model(model, **options):
         pass
+
+
+entered = distributed(processes=WORLD)(enter)
 
 
 @pytest.mark.parametrize(
@@ -333,3 +336,78 @@ def test_refused(options: dict[str, Any], shape: tuple[int, ...], message: str) 
     """A mesh that leaves ranks out, and options that need whole parameters, are refused by name."""
     with pytest.raises(ConfigError, match=message):
         entered(options, shape)
+
+
+def half_gradients(model: nn.Module, halves: Iterable[int]) -> None:
+    """Accumulate gradients of two passes for each half of the data; the second half skips layers."""
+    for half in halves:
+        x, y = data()[half * 20 : half * 20 + 20]
+        for _ in range(2):
+            hidden = x[:, None].expand(-1, 4, -1)
+            if half == 0:
+                hidden = model.down(F.gelu(model.up(model.norm(hidden))))
+            F.cross_entropy(model.head(model.last_norm(hidden)).mean(1), y).backward()
+
+
+@distributed(processes=WORLD)
+def accumulated() -> list[Tensor]:
+    """Return the gradients of halves of the data, which the models divide."""
+    model = in_parts(seeded(Sequence), mesh_of_parts())
+    with parallel_model(model):
+        half_gradients(model, [rank() // PARTS])
+        return [full_value(parameter.grad) for parameter in model.parameters()]
+
+
+def test_layers_that_one_model_skips() -> None:
+    """Gradients accumulate over passes, and are averaged where one model has none."""
+    model = seeded(Sequence)
+    half_gradients(model, range(2))
+    expected = [parameter.grad / 2 for parameter in model.parameters()]
+    require_equal(accumulated(), expected)
+
+
+class Numbers(IterableDataset[Tensor]):
+    """The numbers from 0 to 15."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the numbers."""
+        yield from torch.arange(16.0)
+
+
+@distributed(processes=WORLD)
+def other_loaders() -> tuple[Tensor, Tensor, str]:
+    """Return what each rank reads of a stream and of a divided sampler, and why an older loader is refused."""
+    older = DataLoader(data(), sampler=DistributedSampler(data()))
+    shard_loader(older)
+    model = in_parts(seeded(Mlp), mesh_of_parts())
+    with parallel_model(model):
+        stream = torch.stack(list(shard_loader(DataLoader(Numbers(), batch_size=2))))
+        sampler = DistributedSampler(data(), WORLD // PARTS, rank() // PARTS, shuffle=False)
+        divided = shard_loader(DataLoader(data(), sampler=sampler, batch_size=20))
+        with pytest.raises(ConfigError) as caught:
+            iter(shard_loader(older))
+        return all_gather(stream), all_gather(next(iter(divided))[0]), str(caught.value)
+
+
+def test_streams_and_samplers_that_divide() -> None:
+    """Streams, and samplers of the user, are divided over the models; what was divided before is refused."""
+    streams, batches, message = other_loaders()
+    for rows in (streams, batches):
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(rows[2], rows[3])
+    assert sorted(streams[::2].flatten().tolist()) == list(range(16))
+    assert torch.equal(batches[2], data()[1::2][0])
+    assert "shards itself over 4 processes, in a block whose batches are divided over 2" in message
+
+
+@distributed(processes=WORLD)
+def entered_inside() -> None:
+    """Enter a block with a model in parts inside a block of a whole model."""
+    with parallel_model(nn.Linear(2, 2)):
+        enter({}, (2, 2))
+
+
+def test_refused_inside_a_block_of_whole_models() -> None:
+    """The outer block has divided the batches over all ranks."""
+    with pytest.raises(ConfigError, match="inside a parallel_model block of other models"):
+        entered_inside()
