@@ -42,6 +42,9 @@ from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.containers import tensors_of_distribution
 from parallelize.torch_patches.backward import Pass, Run
 
+_PREFETCHES = False
+"""fully_shard would gather ahead what its own rank has used, which another rank may not have."""
+
 _BITS = 32
 """Number of parameters whose use one integer tells."""
 
@@ -129,17 +132,21 @@ class BackwardOrder:
         if self._forward is not None and not self._forward.is_alike:
             self._await_gather(unit)
 
-    def _gather(self, unit: Unit, prefetches: bool, *hooked: Any) -> None:  # noqa: FBT001  # torch's
+    def _gather(self, unit: Unit, _prefetches: bool, *hooked: Any) -> None:  # noqa: FBT001  # torch's
         """Gather a unit before its backward, when all ranks do. Called by fully_shard."""
-        is_alike = self._forward is None or self._forward.is_alike
-        if not is_alike:
+        if self._forward is not None and not self._forward.is_alike:
             self._await_gather(unit)
-        elif unit not in self._open:
+            self._open.add(unit)
+            unit.pre_backward(_PREFETCHES, *hooked)
+            return
+        is_first = unit not in self._open
+        if is_first:
             self._play_until(Step(StepKind.GATHER, unit))
             self._use.steps.append(Step(StepKind.GATHER, unit))
-        self._open.add(unit)
-        # fully_shard gathers ahead what this rank needs next, which another rank may not need.
-        unit.pre_backward(prefetches and is_alike, *hooked)
+            self._open.add(unit)
+        unit.pre_backward(_PREFETCHES, *hooked)
+        if is_first:
+            self._prefetch()
 
     def _reduce(self, unit: Unit, *hooked: Any) -> None:
         """Reduce the gradients of a unit, when all ranks do. Called by fully_shard."""
@@ -151,11 +158,11 @@ class BackwardOrder:
             self._vote(Step(StepKind.REDUCE, unit))
         self._reduce_now(unit, *hooked, is_planned=is_planned)
 
-    def _gather_root(self, prefetches: bool, *hooked: Any) -> None:  # noqa: FBT001  # torch's
+    def _gather_root(self, _prefetches: bool, *hooked: Any) -> None:  # noqa: FBT001  # torch's
         """Gather the root at the begin of the backward of a forward, as all ranks do."""
         assert self._root is not None
-        is_alike = self._forward is None or self._forward.is_alike
-        self._root.pre_backward(prefetches and is_alike, *hooked)
+        self._root.pre_backward(_PREFETCHES, *hooked)
+        self._prefetch()
 
     def _reduce_root(self, *hooked: Any) -> None:
         """Reduce the gradients of the root at the end of a pass, as all ranks do."""
@@ -206,15 +213,25 @@ class BackwardOrder:
     def _stand_in_by_script(self, position: int) -> None:
         """Stand in for the steps up to a position in the script."""
         assert self._forward is not None
-        skipped = self._forward.steps[self._position : position]
-        self._position = position
-        for kind, unit in skipped:
+        while self._position < position:
+            kind, unit = self._forward.steps[self._position]
+            self._position += 1
             if kind is StepKind.GATHER:
                 self._use.steps.append(Step(kind, unit))
-                unit.pre_backward(True)  # noqa: FBT003  # torch's own signature
+                unit.pre_backward(_PREFETCHES)
+                self._prefetch()
             else:
                 self._open.discard(unit)
                 self._reduce_now(unit, is_planned=True)
+
+    def _prefetch(self) -> None:
+        """Begin to gather the next unit of the script, while this one computes."""
+        if self._forward is None:
+            return
+        for kind, unit in self._forward.steps[self._position :]:
+            if kind is StepKind.GATHER:
+                unit.group._prefetch_unshard(unit.group, "backward")
+                return
 
     # By vote
 
