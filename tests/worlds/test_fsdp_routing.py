@@ -70,7 +70,16 @@ class Checkpointed(Mixtures):
 
 
 class Reentrant(Checkpointed):
+    """Of layers whose inputs need gradients: else they would get none, in one process, too."""
+
     use_reentrant = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.stem(x))
 
 
 class Alone(nn.Module):
@@ -123,6 +132,13 @@ class Dropped(nn.Module):
 
 
 class DroppedReentrant(Dropped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.stem(x))
+
     def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(layer, x, use_reentrant=True)
 
@@ -291,6 +307,7 @@ def different_methods_are_refused() -> None:
             method(whole_batch(0))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in evaluation
 @pytest.mark.parametrize("name", check)
 def test_a_check_holds_on_all_ranks(name: str) -> None:
     """What the check's docstring says; a model trains the weights of one process."""
