@@ -661,6 +661,13 @@ def test_names_of_units_are_those_of_submodules() -> None:
         with pytest.raises(ConfigError, match=message):
             FSDPBackend(blocks=[name]).units(model)
 
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](x)
+
+    model.layers = Chain(model.layers)
+    assert FSDPBackend(blocks=["layers"]).units(model) == [model.layers]
+
 
 def checkpoint_file() -> Path:
     """Return a path in the folder of these tests, which all ranks have."""

@@ -55,10 +55,7 @@ class StandInParameter:
 
     Args:
         record: the FSDPParam.
-        original: the user's Parameter.
-
-    Attributes:
-        original: the user's Parameter, a ShardedParameter until the block ends.
+        original: the user's Parameter. It is a ShardedParameter from `enter` to the block's end.
     """
 
     def __init__(self, record: Any, original: Any) -> None:

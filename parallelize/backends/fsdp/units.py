@@ -87,9 +87,10 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse_containers(units: Sequence[nn.Module], blocks: Sequence[type[nn.Module] | str]) -> None:
-    """Refuse lists and dictionaries of modules, on which hooks of fully_shard would never run."""
+    """Refuse lists and dictionaries without a forward: fully_shard hooks the forward of a unit."""
     for unit in units:
-        if isinstance(unit, _CONTAINERS):
+        has_forward = type(unit).forward is not nn.Module.forward
+        if isinstance(unit, _CONTAINERS) and not has_forward:
             raise ConfigError(
                 _shown(blocks),
                 why=f"a {type(unit).__name__} is not called itself, only its members are",
