@@ -442,6 +442,7 @@ class Source:
             group=self.group,
             tail=tail,
             drop_last=self.drop_last,
+            merged_shares=self.merged,
         ).limited(self.options.limit)
 
     def default_tail(self) -> Tail:

@@ -59,6 +59,8 @@ class EpochSplit:
             "pad": as DataLoader(drop_last=True) does with a DistributedSampler.
         start: number of units of the pass that are already consumed.
         limit: the maximum number of units of the pass to consume.
+        merged_shares: number of processes whose units one share has, for `compare`: those that they
+            repeat at the end, too, and without those that they leave out.
     """
 
     total: int = UNKNOWN
@@ -68,6 +70,7 @@ class EpochSplit:
     drop_last: bool = False
     start: int = 0
     limit: int = UNKNOWN
+    merged_shares: int = 1
 
     def limited(self, limit: float | None) -> EpochSplit:
         """Return this split with a limit.
@@ -93,10 +96,11 @@ class EpochSplit:
         short, but is equally short for all shares, which collectives of the ranks rely on.
         """
         rest = max(min(self.total, self.limit) - self.start, 0)
+        shares = self.shares * self.merged_shares
         if self.tail == "pad":
-            rest = -(-rest // self.shares) * self.shares
+            rest = -(-rest // shares) * shares
         elif self.tail == "drop":
-            rest = rest // self.shares * self.shares
+            rest = rest // shares * shares
         return self.start + rest
 
     @property

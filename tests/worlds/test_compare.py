@@ -84,6 +84,28 @@ def test_the_runs_part(kind: str) -> None:
 
 
 @distributed(processes=2)
+def train_unevenly(tail: str | None) -> None:
+    data = TensorDataset(*samples()[:39])  # the fifth step has 7, for two batches of 4
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = shard_loader(DataLoader(data, batch_size=4, shuffle=True), tail=tail)
+    with parallel_model(model):
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y.clamp(min=0)).backward()
+                optimizer.step()
+
+
+@pytest.mark.parametrize("tail", [None, "drop", "weighted"])
+def test_a_shuffled_loader_that_does_not_divide_evenly(tail: str | None) -> None:
+    """One process reads what all ranks read, with the units that they repeat or leave out."""
+    comparison = train_unevenly.compare(99, tail)
+    assert comparison.is_same, str(comparison)
+    assert len(comparison.steps) == 10
+
+
+@distributed(processes=2)
 def train_other(kind: str) -> None:
     """Accumulate gradients of two optimizers, train outside of a block, fail alone, or do not train."""
     if kind == "nothing":

@@ -92,6 +92,28 @@ def test_consumed_units_are_those_that_were_taken(
     assert split.start_after(split.steps(0)) == start + len(taken)
 
 
+@given(
+    total=st.integers(1, 30),
+    world_size=st.integers(1, 4),
+    size=st.integers(1, 4),
+    tail=st.sampled_from(["pad", "drop", "exact"]),
+    drop_last=st.booleans(),
+)
+def test_one_process_takes_what_several_take(
+    total: int, world_size: int, size: int, tail: Any, drop_last: bool
+) -> None:
+    """In each step, for `compare`: units that they repeat or leave out included."""
+    options: dict[str, Any] = {"total": total, "group": world_size * size, "tail": tail, "drop_last": drop_last}
+    several = EpochSplit(shares=world_size, **options)
+    merged = EpochSplit(shares=1, merged_shares=world_size, **options)
+    assert merged.steps(0) == several.steps(0)
+    for step in range(merged.steps(0)):
+        ranks = (several.positions(rank, step) for rank in range(world_size))
+        assert list(merged.positions(0, step)) == sorted(itertools.chain(*ranks))
+    batches = list(map(list, merged.batches(range(total), 0)))
+    assert batches == [[k % total for k in merged.positions(0, step)] for step in range(merged.steps(0))]
+
+
 def test_nothing_is_read_from_an_empty_dataset() -> None:
     """By any rank, with any tail that has no weights."""
     for rank, tail in itertools.product(range(2), ("pad", "drop", "exact")):
