@@ -101,7 +101,7 @@ def _windows_overlap(tensor: torch.Tensor) -> bool:
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters and buffers of a module to a device, except sharded ones.
+    """Move parameters with their gradients, and buffers, to a device, except sharded ones.
 
     Those on "meta" get the values of each submodule's `reset_parameters`, or else NaN until values
     are loaded.
@@ -117,7 +117,14 @@ def place(module: nn.Module, device: torch.device) -> None:
             _give_values(submodule, without_values, device)
         for tensor in tensors:
             if not hasattr(tensor, "full_tensor"):
-                tensor.data = tensor.data.to(device)
+                _move(tensor, device)
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a tensor to a device: the object stays the same."""
+    tensor.data = tensor.data.to(device)
+    if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+        tensor.grad = tensor.grad.to(device)
 
 
 def _give_values(module: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -232,3 +232,36 @@ def test_a_call_is_compared_with_one_process(backend: str) -> None:
     train = distributed(backend=backend, gpus=[0, 0], process_group_backend="gloo")(train_batches)
     comparison = train.compare(2, torch.randn(48, 4))
     assert comparison.is_same, str(comparison)
+
+
+class Mixed(nn.Module):
+    """Has a sharded weight, parameters that are whole on every rank, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.order = nn.Parameter(torch.tensor([3, 2, 1, 0]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))[:, self.order] * self.scale
+
+
+def test_a_model_comes_home_from_fsdp_whole() -> None:
+    """A model of the CPU is one of the CPU after the block: parameters, gradients and buffers."""
+
+    @on_one_gpu(FSDPBackend())
+    def train() -> list[list[str]]:
+        model = Mixed()
+        parameters, buffers = list(model.parameters()), list(model.buffers())
+        for _ in range(2):
+            with parallel_model(model, buffers="rank0"):
+                model(torch.randn(8, 4)).square().mean().backward()
+            model(torch.randn(8, 4))
+        assert [*map(id, parameters)] == [*map(id, model.parameters())]
+        assert [*map(id, buffers)] == [*map(id, model.buffers())]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return [[str(tensor.device) for tensor in tensors] for tensors in (parameters, buffers, gradients)]
+
+    assert train() == [["cpu"] * 6, ["cpu"] * 3, ["cpu"] * 5]

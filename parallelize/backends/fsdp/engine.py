@@ -37,7 +37,7 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.agreement.fingerprint import differences, digest, fingerprint
-from parallelize.backends.broadcast import RegisteredBuffers, refuse_unbroadcastable
+from parallelize.backends.broadcast import RegisteredBuffers, place, refuse_unbroadcastable
 from parallelize.backends.fsdp import full_tensors
 from parallelize.backends.fsdp.calls import ShardedTensor
 from parallelize.backends.fsdp.meshes import meshes_of
@@ -374,6 +374,8 @@ class FSDPEngine(Engine):
         self._end.restore_others()
         if self._options.broadcast_buffers:
             self._buffers.broadcast()
+        # Buffers and whole parameters were on the device of the rank.
+        place(self._inner.model, self._home)
         if self._meshes.has_copies and differences([fingerprint(originals)]):
             raise SyncError(
                 f"copies of {type(self._inner.model).__name__} differ between their ranks",
