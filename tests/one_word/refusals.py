@@ -20,6 +20,8 @@ class Refusal:
     reason: str
 
 
+_SHARDED = ("fsdp", "hsdp", "offloaded")
+
 _GRAD = Refusal(
     r"torch\.autograd\.grad of sharded parameters",
     "the gradients of autograd.grad are those of one rank's batch, and are not cut into shards",
@@ -35,13 +37,10 @@ _SHARED = Refusal(
 
 # program, world -> error
 REFUSALS: dict[tuple[str, str], Refusal] = {
-    ("maml", "fsdp"): _GRAD,
-    ("maml", "hsdp"): _GRAD,
+    **{("maml", world): _GRAD for world in _SHARDED},
     ("moco", "fsdp"): _WRITES,
     ("moco", "hsdp"): _WRITES,
-    ("tied_autoencoder", "auto"): _SHARED,
-    ("tied_autoencoder", "fsdp"): _SHARED,
-    ("tied_autoencoder", "hsdp"): _SHARED,
+    **{("tied_autoencoder", world): _SHARED for world in ("auto", *_SHARDED)},
 }
 
 # program, world -> why its weights are not those of the reference

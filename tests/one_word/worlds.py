@@ -46,7 +46,10 @@ BACKENDS: dict[tuple[str, str], Any] = {
 }
 
 # Shards over two ranks, with two replicas.
-HYBRID = FSDPBackend(**{"shard_over" if hasattr(FSDPBackend, "shard_over") else "shard_size": 2})
+HYBRID = FSDPBackend(shard_over=2)
+
+# Every module is gathered by itself, and kept gathered for backward; shards are in CPU memory.
+OFFLOADED = FSDPBackend(blocks=1, reshard_after_forward=False, cpu_offload=True)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class World:
 WORLDS: dict[str, World] = {
     "ddp": World("ddp", 2),
     "fsdp": World("fsdp", 2, reference="ddp"),
+    "offloaded": World(OFFLOADED, 2, reference="ddp"),
     "ddp of 4": World("ddp", 4),
     "hsdp": World(HYBRID, 4, reference="ddp of 4"),
     "auto": World("auto", 2, reference="ddp"),
