@@ -45,6 +45,7 @@ The sending of such a message takes far longer than the start of a collective.
 """
 
 _INTEGER_OF_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the dtype in which elements of a rarer dtype are copied, bit by bit."""
 
 
 def refuse_unbroadcastable(model: nn.Module) -> None:
@@ -59,10 +60,10 @@ def refuse_unbroadcastable(model: nn.Module) -> None:
     for name, tensor in (*all_named_parameters(model), *all_named_buffers(model)):
         obstacle = _obstacle(local_part(tensor))
         if obstacle is not None:
-            description, remedy = obstacle
+            fault, remedy = obstacle
             raise ConfigError(
-                f"{name} of {type(model).__name__} {description}",
-                why="parameters and buffers are broadcast from rank 0, which this tensor does not support",
+                f"{name} of {type(model).__name__} {fault}",
+                why="rank 0 broadcasts parameters and buffers, which this tensor does not support",
                 fix=f"{remedy}, or keep it as a plain attribute, with the same value on every rank",
             )
 
@@ -88,7 +89,8 @@ def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
 def _windows_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements share memory in another way than along expanded dimensions.
 
-    They do in the windows of `unfold`, one of which rank 0's values for the next one would overwrite.
+    They do in the windows of `unfold`: rank 0's values for one window would overwrite those of
+    the next one.
     """
     reach = 1  # elements of memory that the dimensions with smaller strides span
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -105,6 +107,10 @@ def place(module: nn.Module, device: torch.device) -> None:
 
     Those on "meta" get the values of each submodule's `reset_parameters`, or else NaN until values
     are loaded.
+
+    Args:
+        module: with all of its submodules.
+        device: where the tensors are afterwards; the objects stay the same.
     """
     # Children first: a parent may initialize them anew.
     for submodule in reversed(list(module.modules())):
@@ -128,7 +134,13 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _give_values(module: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Give tensors on the meta device, of a module itself, memory and values on a device."""
+    """Give tensors on the meta device memory and values on a device.
+
+    Args:
+        module: whose own tensors they are, not those of its submodules.
+        tensors: parameters and buffers.
+        device: where the values are.
+    """
     swap: Any = torch.utils.swap_tensors
     for tensor in tensors:
         fill = torch.nan if tensor.is_floating_point() else 0
@@ -152,6 +164,10 @@ def broadcast_from_rank_0(tensors: Sequence[torch.Tensor]) -> None:
 
     This is a collective of few messages, in one order on all ranks. If models are tensor parallel
     already, the values are those of the first rank that holds the same parts.
+
+    Args:
+        tensors: of equal shapes and dtypes on all ranks, but maybe of other strides; those of other
+            devices are in other messages.
     """
     group, source = _data_group()
     broadcast = functools.partial(_broadcast, group=group, source=source)
@@ -197,8 +213,9 @@ def _messages(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Divide tensors into messages, each of one dtype and device.
 
     The messages depend on shapes, dtypes and devices, but not on strides: a weight may be
-    transposed on one rank only. Small tensors share messages. A large one is sent alone, so that it
-    need not be copied.
+    transposed on one rank only.
+
+    Small tensors share messages. A large one is sent alone, so that it need not be copied.
     """
     messages: list[list[torch.Tensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -243,6 +260,8 @@ def _send(message: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], 
         flat = flat_tensors[0] if len(message) == 1 else torch.cat(flat_tensors)
         collective(flat)
         results = torch.split(flat, [tensor.numel() for tensor in message])
+        # Elements that an expanded tensor has several times are written once: torch refuses to
+        # write to all of them.
         targets = list[torch.Tensor]()
         values = list[torch.Tensor]()
         for tensor, result in zip(message, results, strict=True):
@@ -254,9 +273,11 @@ def _send(message: Sequence[torch.Tensor], collective: Callable[[torch.Tensor], 
 
 def _expanded_dimensions(tensor: torch.Tensor) -> list[int]:
     """Return the dimensions along which all elements are the same memory."""
-    return [
-        dimension for dimension in range(tensor.ndim) if tensor.shape[dimension] > 1 and tensor.stride(dimension) == 0
-    ]
+    expanded = list[int]()
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            expanded.append(dimension)
+    return expanded
 
 
 def _first_along(tensor: torch.Tensor, dimensions: Iterable[int]) -> torch.Tensor:
@@ -305,5 +326,5 @@ class RegisteredBuffers:
         for buffers, name in self._registrations:
             buffer = buffers.get(name)
             if buffer is not None and not _expanded_dimensions(buffer):
-                present[id(buffer)] = buffer
+                present[id(buffer)] = buffer.detach()
         return list(present.values())
