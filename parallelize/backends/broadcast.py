@@ -32,6 +32,8 @@ from parallelize.torch_patches.module_tensors import (
     local_part,
 )
 
+__all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "place", "refuse_unbroadcastable"]
+
 _ALONE_BYTES = 2**20
 """A tensor of this size is sent alone and needs no copy.
 
