@@ -93,7 +93,8 @@ def telling_forgotten_loaders(run: Runtime) -> Iterator[None]:
     Args:
         run: of all blocks that are in the context, or are entered in it.
     """
-    if run.world.world_size == 1 or not dist.is_initialized():
+    # The ranks that hold one tensor parallel model have to read the same data.
+    if run.data_ranks.size == 1 or not dist.is_initialized():
         yield
         return
     watcher = _Watcher(run)

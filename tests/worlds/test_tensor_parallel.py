@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,25 @@ def test_one_model_on_all_ranks(backend: str) -> None:
     """If all ranks hold one model, there is nothing to average or shard, and each reads whole batches."""
     in_two = distributed(processes=PARTS, backend=backend)(trained)
     require_equal(in_two(Mlp, max_norm=None), alone(seeded(Mlp), max_norm=None))
+
+
+@distributed(processes=PARTS)
+def warned_of() -> list[str]:
+    """Train a model that all ranks hold on a loader that all read, and return the warnings."""
+    model = in_parts(seeded(Mlp), mesh_of_parts())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with parallel_model(model):
+            for x, y in DataLoader(data(), batch_size=8):
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_no_warning_of_equal_data() -> None:
+    """The ranks that hold one model read equal batches, as they have to."""
+    assert warned_of() == []
 
 
 @distributed(processes=WORLD)
