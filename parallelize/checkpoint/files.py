@@ -8,13 +8,15 @@
 A run killed at any moment leaves the old file or the new one, and perhaps a temporary one, which
 the next save of this path removes. Of two runs that save one path, each save is one whole file.
 
-The zip format of torch.save has a CRC-32 of each entry. torch.load does not look at it:
-`zip_checksum` does.
+The zip format of torch.save has a CRC-32 of each entry. torch.load does not look at it: it is
+verified here. The ranks of a node that load a file together divide its entries, so that each byte
+is verified once. What each of them loads is mapped into memory, which they share.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -23,6 +25,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -45,6 +48,11 @@ _MAX_READS = 100
 """How often a file is read that another run replaces meanwhile."""
 
 
+_BYTES_AT_ONCE = 1024 * 1024
+_MAX_THREADS = 4
+"""How many threads of a rank verify entries: zlib computes checksums without Python's lock."""
+
+
 def _without_shards(part: Any, _targets: Mapping[int, Any]) -> Any:
     return part
 
@@ -65,6 +73,37 @@ class Checkpoint:
     record: dict[str, Any]
     digest: str = ""
     fill: Callable[[Any, Mapping[int, Any]], Any] = _without_shards
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The ranks that read one file of one machine together, as this rank sees them.
+
+    Args:
+        count: number of ranks.
+        position: number of this rank among them, from 0.
+    """
+
+    count: int = 1
+    position: int = 0
+
+    def own_entries(self, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+        """Return the entries that this rank verifies: about as many bytes as each other rank."""
+        bytes_of_readers = [0] * self.count
+        own_entries = []
+        for entry in sorted(archive.infolist(), key=_size, reverse=True):
+            position = bytes_of_readers.index(min(bytes_of_readers))
+            bytes_of_readers[position] += entry.file_size
+            if position == self.position:
+                own_entries.append(entry)
+        return own_entries
+
+
+def _size(entry: zipfile.ZipInfo) -> int:
+    return entry.file_size
+
+
+ONE_READER = Readers()
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -176,26 +215,31 @@ def reading(path: Path) -> Iterator[None]:
         ) from exc
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, readers: Readers = ONE_READER) -> Checkpoint:
     """Read and verify a file of torch.save or safetensors, without running code from it.
 
     Tensors are memory-mapped.
+
+    Args:
+        path: the file.
+        readers: the ranks that verify a file of torch.save together. The file is right if none of
+            them raises, and their digests are equal.
     """
     with reading(path):
         if path.suffix == SAFETENSORS:
             tensors = _safetensors().torch.load_file(path)
             return Checkpoint(states=tensors, record={})
-        states, digest = _read_one_save(path)
+        states, digest = _read_one_save(path, readers)
     record = states.pop(RECORD, {})
     check_record(path, record, states)
     return Checkpoint(states, record, digest)
 
 
-def _read_one_save(path: Path) -> tuple[dict[Any, Any], str]:
+def _read_one_save(path: Path, readers: Readers) -> tuple[dict[Any, Any], str]:
     """Return the dictionary in a file, and its digest, both of one save."""
     for _ in range(_MAX_READS):
         with contextlib.suppress(_Replaced), _unreplaced(path) as file:
-            return _read_open(path, file)
+            return _read_open(path, file, readers)
     raise ConfigError(
         f"{path} is replaced while it is read, {_MAX_READS} times",
         why="another run saves to this path all the time",
@@ -203,12 +247,14 @@ def _read_one_save(path: Path) -> tuple[dict[Any, Any], str]:
     )
 
 
-def _read_open(path: Path, file: IO[bytes]) -> tuple[dict[Any, Any], str]:
+def _read_open(path: Path, file: IO[bytes], readers: Readers) -> tuple[dict[Any, Any], str]:
     # What is no zip file comes from torch 1.5 or older, or is no checkpoint.
     is_zip = file.read(2) == b"PK"
     digest = ""
     if is_zip:
-        digest = zip_checksum(file)
+        with zipfile.ZipFile(file) as archive:
+            _verify(archive, readers.own_entries(archive))
+            digest = _checksum(archive)
     with warnings.catch_warnings():
         # torch warns about older formats.
         warnings.simplefilter("ignore")
@@ -235,20 +281,40 @@ def _unreplaced(path: Path) -> Iterator[IO[bytes]]:
                 raise _Replaced
 
 
+def _verify(archive: zipfile.ZipFile, entries: list[zipfile.ZipInfo]) -> None:
+    """Raise BadZipFile if an entry does not match its checksum."""
+    names = [entry.filename for entry in entries]
+    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="parallelize-verify") as executor:
+        for _ in executor.map(functools.partial(_verify_entry, archive), names):
+            pass
+
+
+def _verify_entry(archive: zipfile.ZipFile, name: str) -> None:
+    try:
+        with archive.open(name) as entry:
+            # At the end of an entry, zipfile compares its checksum.
+            while entry.read(_BYTES_AT_ONCE):
+                pass
+    except zipfile.BadZipFile as exc:
+        raise zipfile.BadZipFile(f"its entry {name} does not match its checksum") from exc
+
+
 def zip_checksum(file: Any, *, is_verified: bool = True) -> str:
     """Return a checksum of the checksums of all entries of a zip file.
 
     Args:
-        file: a file of torch.save, or a path.
+        file: an item in a file of shards.
         is_verified: whether the entries are read, to compare them with their checksums.
     """
     with zipfile.ZipFile(file) as archive:
         if is_verified:
-            damaged_entry = archive.testzip()
-            if damaged_entry:
-                fault = f"its entry {damaged_entry} does not match its checksum"
-                raise zipfile.BadZipFile(fault)
-        checksums = [(entry.filename, entry.CRC) for entry in archive.infolist()]
+            for entry in archive.infolist():
+                _verify_entry(archive, entry.filename)
+        return _checksum(archive)
+
+
+def _checksum(archive: zipfile.ZipFile) -> str:
+    checksums = [(entry.filename, entry.CRC) for entry in archive.infolist()]
     return f"{zlib.crc32(str(checksums).encode()):08x}"
 
 

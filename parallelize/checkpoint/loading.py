@@ -1,6 +1,6 @@
 """Loads a checkpoint into objects: what `load` and `checkpoints` do.
 
-    1  read       the file, or the main file of a folder
+    1  read       the file, or the main file of a folder; ranks of a node verify it together
     2  check      each state against its object; all faults are reported at once
     3  prepare    copy the states into memory; read this rank's shards
     4  change     the objects, then this rank's datasets and generators of random numbers
@@ -13,6 +13,7 @@ objects, or none.
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from parallelize.checkpoint import files
-from parallelize.checkpoint.exchange import Request, exchange, together
+from parallelize.checkpoint.exchange import Request, exchange, rank, together
 from parallelize.checkpoint.parameter_names import ParameterNames
 from parallelize.checkpoint.record import not_of_save
 from parallelize.checkpoint.safe_types import refusing_deep_nesting
@@ -81,10 +82,13 @@ def load_into(path: Path, objects: Named, options: LoadOptions, *, call: str) ->
         call: the call in messages.
     """
     is_shared = any(map(is_sharded, objects.values())) or bool(routed_owners(objects))
+    readers = files.ONE_READER
+    if is_shared:
+        readers = _readers(call, path)
     checkpoints: list[files.Checkpoint] = []
 
     def read() -> Request:
-        checkpoint = _read(path)
+        checkpoint = _read(path, readers)
         checkpoints.append(checkpoint)
         return Request(f"load {path.name} ({checkpoint.digest}): {', '.join(objects)}")
 
@@ -105,13 +109,49 @@ def load_into(path: Path, objects: Named, options: LoadOptions, *, call: str) ->
     return prepared.values
 
 
-def _read(path: Path) -> files.Checkpoint:
+@dataclass(frozen=True)
+class _FileRequest(Request):
+    """What a rank tells the others before it reads a file.
+
+    Args:
+        statement: the name of the file.
+        file: node, device and number of the file: equal for ranks that read one file; "": there is
+            no file that ranks could verify together.
+    """
+
+    file: str
+
+
+def _readers(call: str, path: Path) -> files.Readers:
+    """Return the ranks that read the same file of the same machine as this rank."""
+
+    def make_request() -> _FileRequest:
+        file = path
+        if path.is_dir():
+            file = path / files.MAIN_FILE
+            if not file.exists():
+                return _FileRequest(f"load {path.name}", file="")
+        with files.reading(file):
+            status = file.stat()
+        node = f"{socket.gethostname()} {context.current().world.node_rank}"
+        return _FileRequest(f"load {path.name}", f"{node} {status.st_dev} {status.st_ino}")
+
+    replies = exchange(call, make_request)
+    own_rank = rank()
+    # After Ctrl-C, there is the reply of this rank alone.
+    if len(replies) <= own_rank or not replies[own_rank].file:
+        return files.ONE_READER
+    ranks = [number for number, reply in enumerate(replies) if reply.file == replies[own_rank].file]
+    return files.Readers(len(ranks), ranks.index(own_rank))
+
+
+def _read(path: Path, readers: files.Readers = files.ONE_READER) -> files.Checkpoint:
     if not path.is_dir():
-        return files.read(path)
+        return files.read(path, readers)
     # The import takes a second, and is needed only for folders.
     from parallelize.checkpoint.shard_reader import read_folder
 
-    return read_folder(path)
+    return read_folder(path, readers)
 
 
 def _prepared_newest(

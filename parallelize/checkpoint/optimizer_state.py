@@ -92,12 +92,13 @@ class OptimizerHandler(ObjectHandler):
         if not is_optimizer_state(self.state):
             return ["it is not the state of an optimizer"]
         differences = self._put_in_order() or self._unlike_facts()
-        own_class = type(self.obj)
-        has_state_of_torch = own_class.__setstate__.__module__.startswith("torch.optim")
-        loads_as_torch = own_class.load_state_dict is torch.optim.Optimizer.load_state_dict
-        if differences or not has_state_of_torch or not loads_as_torch:
+        has_state_of_torch = type(self.obj).__setstate__.__module__.startswith("torch.optim")
+        if differences or not has_state_of_torch or not self._loads_as_torch():
             return differences
         return self._unlike_groups() or self._unlike_tensors() or self._errors_of_trial()
+
+    def _loads_as_torch(self) -> bool:
+        return type(self.obj).load_state_dict is torch.optim.Optimizer.load_state_dict
 
     def _put_in_order(self) -> list[str]:
         """Give the state the order of the optimizer, by names; return why it cannot have it.
@@ -105,13 +106,19 @@ class OptimizerHandler(ObjectHandler):
         Without names on one side, the state keeps its order, as in torch.
         """
         saved_names = self._saved_names()
-        own_names = self._parameter_names.full_names(parameters_of(self.obj))
+        own_names = _unique(self._parameter_names.full_names(parameters_of(self.obj)))
         if not saved_names or not own_names or saved_names == own_names:
             return []
-        differences = self._unlike_names(own_names, saved_names)
+        group_by_own_name = _group_by_name(own_names, self.obj.param_groups)
+        group_by_saved_name = _group_by_name(saved_names, self.state["param_groups"])
+        differences = _unlike_groups_of_names(group_by_own_name, group_by_saved_name)
         if differences:
             return differences
-        self._reorder([saved_names.index(own_name) for own_name in own_names])
+        own_class = type(self.obj).__name__
+        if own_class in _CLASSES_WITH_ONE_ENTRY or not self._loads_as_torch():
+            return [f"its parameters are in another order, which counts in a state of {own_class}"]
+        number_by_name = {name: number for number, name in enumerate(saved_names)}
+        self._reorder([number_by_name[own_name] for own_name in own_names])
         return []
 
     def _reorder(self, saved_numbers: list[int]) -> None:
@@ -153,36 +160,8 @@ class OptimizerHandler(ObjectHandler):
             names.append(name)
         if not self._parameter_names.are_of_these_models(names):
             return []
-        own_names = list(map(self._parameter_names.own_name, names))
         # Two weights that were saved may be tied here.
-        if len(set(own_names)) < len(own_names):
-            return []
-        return own_names
-
-    def _unlike_names(self, own_names: list[str], saved_names: list[str]) -> list[str]:
-        """Return the first parameter that is not on both sides, or not in the same group."""
-        for name in saved_names:
-            if name not in own_names:
-                return [f"{name} is not in the optimizer"]
-        for name in own_names:
-            if name not in saved_names:
-                return [f"{name} is not in the checkpoint"]
-        own_groups = _group_by_name(own_names, self.obj.param_groups)
-        saved_groups = _group_by_name(saved_names, self.state["param_groups"])
-        for name, own_group in own_groups.items():
-            saved_group = saved_groups[name]
-            if own_group != saved_group:
-                return [
-                    f"{name} is in group {own_group}, and in group {saved_group} of the checkpoint"
-                ]
-        own_class = type(self.obj)
-        loads_as_torch = own_class.load_state_dict is torch.optim.Optimizer.load_state_dict
-        if own_class.__name__ in _CLASSES_WITH_ONE_ENTRY or not loads_as_torch:
-            for own_name, saved_name in zip(own_names, saved_names, strict=True):
-                if own_name != saved_name:
-                    reason = f"the order counts in a state of {own_class.__name__}"
-                    return [f"{own_name} is at another place, and {reason}"]
-        return []
+        return _unique(list(map(self._parameter_names.own_name, names)))
 
     def _unlike_facts(self) -> list[str]:
         """Return where the class, the groups or the shapes of parameters differ."""
@@ -274,6 +253,29 @@ class OptimizerHandler(ObjectHandler):
             # The optimizer stepped before the save. Without this mark, which `step` sets,
             # schedulers warn that they step before the optimizer.
             self.obj._opt_called = True
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Return names if they are different, else []."""
+    if len(set(names)) < len(names):
+        return []
+    return names
+
+
+def _unlike_groups_of_names(
+    group_by_own_name: dict[str, int], group_by_saved_name: dict[str, int]
+) -> list[str]:
+    """Return the first parameter that is not on both sides, or not in the same group."""
+    for name in group_by_saved_name:
+        if name not in group_by_own_name:
+            return [f"{name} is not in the optimizer"]
+    for name, own_group in group_by_own_name.items():
+        saved_group = group_by_saved_name.get(name)
+        if saved_group is None:
+            return [f"{name} is not in the checkpoint"]
+        if own_group != saved_group:
+            return [f"{name} is in group {own_group}, and in group {saved_group} of the checkpoint"]
+    return []
 
 
 def _group_by_name(names: list[str], groups: list[Any]) -> dict[str, int]:

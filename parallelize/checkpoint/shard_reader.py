@@ -33,14 +33,18 @@ _LIGHTNING = "meta.pt"
 """What Lightning saves beside the shards."""
 
 
-def read_folder(path: Path) -> files.Checkpoint:
+def read_folder(path: Path, readers: files.Readers) -> files.Checkpoint:
     """Read and verify the main file of a folder, or the index in a folder of another program.
 
     The shards are read by the checkpoint's `fill`.
+
+    Args:
+        path: the folder.
+        readers: the ranks that verify the main file together.
     """
     main_file = path / files.MAIN_FILE
     if main_file.exists():
-        checkpoint = files.read(main_file)
+        checkpoint = files.read(main_file, readers)
         with files.reading(main_file):
             shards = _Shards.of_record(path, checkpoint.record["shards"])
     else:

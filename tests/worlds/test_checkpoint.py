@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import resource
 import shutil
 import signal
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -481,3 +483,46 @@ def test_layers_in_another_order_train_alike(tmp_path, backend):
 
     run("ab", is_first=True)
     assert checksum_of(run("ba", is_first=False)) == checksum_of(run("ab", is_first=False))
+
+
+def test_ranks_of_a_node_verify_one_file_together(tmp_path):
+    """Two ranks read each byte of a file once between them; damage that only the other one finds raises on both."""
+    path = tmp_path / "last.pt"
+    layers = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(8)))
+    save(path, model=layers)
+    size = path.stat().st_size
+
+    @distributed(processes=2)
+    def run():
+        with parallel_model(layers):
+            load(path, model=layers)  # imports what it needs
+            before = bytes_read()
+            load(path, model=layers)
+            return bytes_read() - before
+
+    amounts = run.all_ranks()
+    assert size <= sum(amounts) < 1.5 * size
+    assert max(amounts) < 0.8 * size
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        entries = [entry for entry in archive.infolist() if entry.file_size == 4 * 500**2]
+    before = copy.deepcopy(layers.state_dict())
+    for entry in entries[:2]:
+        flipped = content.copy()
+        flipped[entry.header_offset + 1000] ^= 1
+        path.write_bytes(flipped)
+
+        @distributed(processes=2)
+        def fail():
+            with parallel_model(layers), pytest.raises((ParallelizeError, SyncError), match="is damaged"):
+                load(path, model=layers)
+            return layers.state_dict()
+
+        for state in fail.all_ranks():
+            assert checksum_of(state) == checksum_of(before)
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has got by calls of `read`, which those of mapped memory are not."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).partition(":")[2])
