@@ -114,7 +114,7 @@ class _FileRequest(Request):
     """What a rank tells the others before it reads a file.
 
     Args:
-        statement: the name of the file.
+        statement: equal on all ranks: when the files are read, their digests are compared, too.
         file: node, device and number of the file: equal for ranks that read one file; "": there is
             no file that ranks could verify together.
     """
@@ -130,11 +130,11 @@ def _readers(call: str, path: Path) -> files.Readers:
         if path.is_dir():
             file = path / files.MAIN_FILE
             if not file.exists():
-                return _FileRequest(f"load {path.name}", file="")
+                return _FileRequest("load", file="")
         with files.reading(file):
             status = file.stat()
         node = f"{socket.gethostname()} {context.current().world.node_rank}"
-        return _FileRequest(f"load {path.name}", f"{node} {status.st_dev} {status.st_ino}")
+        return _FileRequest("load", file=f"{node} {status.st_dev} {status.st_ino}")
 
     replies = exchange(call, make_request)
     own_rank = rank()
