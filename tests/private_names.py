@@ -31,7 +31,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_spec": ("give gradients the mesh of the user's parameter", 'backend="fsdp" fails'),
     },
     "torch": {
-        "_foreach_copy_": ("tell functions that keep elements apart", 'nothing: backend="fsdp" gathers more'),
+        "_conj_physical": ("tell functions that keep elements apart", "nothing"),
+        "_foreach_addcdiv": ("tell functions that keep elements apart", "nothing"),
+        "_foreach_copy_": ("copy each of a list", 'lists of parameters under backend="fsdp" cannot be copied'),
         "_foreach_max": ("tell functions that reduce", "nothing"),
         "_foreach_zero_": ("tell functions that keep elements apart", 'nothing: backend="fsdp" gathers more'),
         "_foreach_norm": ("clip many sharded gradients by one collective", "clipping is slower"),

@@ -14,6 +14,7 @@ import torch
 from one_word.optimizers import Lookahead, Shampoo
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, vector_to_parameters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize import FSDPBackend, distributed, parallel_model, rank
 
@@ -78,7 +79,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
     "rprop": optim.Rprop,
     "lbfgs": lambda p: optim.LBFGS(p, 0.5, max_iter=4, line_search_fn="strong_wolfe"),
+    "adafactor": lambda p: optim.Adafactor(p, 0.1),
+    "muon": lambda p: optim.Muon(matrices(p), 0.1),  # of more rows than columns, and of fewer
+    "muon, as rms": lambda p: optim.Muon(matrices(p), 0.1, nesterov=False, adjust_lr_fn="match_rms_adamw"),
 }
+
+
+def matrices(parameters: Any) -> list[Any]:
+    return [parameter for parameter in parameters if parameter.ndim == 2]
 
 
 def with_optimizer(make: Callable[[Any], Any]) -> Around:
@@ -164,7 +172,34 @@ def log_statistics(model: nn.Module) -> Any:
     )
 
 
+def kept_views(model: nn.Sequential) -> list[Any]:
+    """Views of a parameter, its data, its gradient and its momentum, which later steps write to."""
+    optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    train(model, optimizer)
+    weight = model[0].weight
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    views = [weight.detach()[0], weight.data[0], weight.grad[0], weight.grad.data[0], momentum[0]]
+    before = [view.clone() for view in views]
+    loss = model(batch(5)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return [before, [view.clone() for view in views]]
+
+
+def kept_data(model: nn.Sequential) -> list[Any]:
+    """Data of before `p.data = ...` stay, as in SAM; those of after it change with the parameter."""
+    weight = model[0].weight
+    before = weight.data
+    weight.data = weight.data * 2
+    after = weight.data
+    with torch.no_grad():
+        weight.add_(1)
+    return [before.clone(), after.clone(), weight.detach().clone(), before[0].clone(), after[0].clone()]
+
+
 PROGRAMS: dict[str, Program] = {
+    "kept views": kept_views,
+    "kept data": kept_data,
     "clip 1-norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=1).item()),
     "clip values": lambda m: train(m, before_step=lambda: clip_grad_value_(m.parameters(), 0.01)),
     "statistics": log_statistics,
@@ -185,6 +220,16 @@ WRITES: dict[str, Callable[[nn.Sequential], Any]] = {
     "plain tensor": lambda m: m[0].weight.mul_(torch.tril(torch.ones(6, 4))),
     "out=": lambda m: torch.mul(m[0].weight, 2, out=m[0].weight),
     "vector": lambda m: vector_to_parameters(torch.arange(51.0, dtype=torch.float64), m.parameters()),
+    "saved": lambda m: m[0].weight.copy_(torch.arange(24.0).view(6, 4)),
+    "saved row": lambda m: m[0].weight.copy_(torch.arange(4.0)),
+    "list": lambda m: torch._foreach_copy_(list(m.parameters()), [torch.ones_like(p) * 3 for p in m.parameters()]),
+    "list of full tensors": lambda m: torch._foreach_copy_(
+        list(m.parameters()), [torch.ones(p.shape) / 3 for p in m.parameters()]
+    ),
+    "new list": lambda m: torch._foreach_copy_(
+        list(m.parameters()), torch._foreach_addcdiv(list(m.parameters()), list(m.parameters()), list(m.parameters()))
+    ),
+    "half": lambda m: m[0].weight.mul_(m[0].weight.bfloat16().norm()),
     "data": lambda m: setattr(m[0].weight, "data", torch.where(m[0].weight > 0, m[0].weight, 0.0)),
     "kept view": kept_view,
     "foreach": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
@@ -242,3 +287,53 @@ def test_a_program_computes_what_one_process_does(name: str, results: dict[str, 
     """In its results, and in the weights after the block."""
     for expected, found in results[name]:
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of sharded tensors, and those that gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and "wait" not in str(func):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def sent(write: Callable[[], Any]) -> list[str]:
+    with torch.no_grad(), Collectives() as collectives:
+        write()
+    return collectives.names
+
+
+@distributed(processes=2)
+def messages() -> dict[str, Any]:
+    """Return the collectives of some writes, and of forwards after a step of another model."""
+    first, second = net(), net()
+    unsharded = FSDPBackend(blocks=10**6, reshard_after_forward=False)
+    with parallel_model(first, second, backend=unsharded):
+        weight, full = first[0].weight, torch.ones(6, 4, dtype=torch.float64)
+        found: dict[str, Any] = {
+            "by element": sent(lambda: weight.mul_(2).add_(weight)),
+            "full operand": sent(lambda: weight.mul_(full)),
+        }
+        for model in (first, second):
+            model(batch(0))
+        found["nothing changed"] = sent(lambda: first(batch(1)))
+        with torch.no_grad():
+            second[0].weight.mul_(2)
+        found["other model changed"] = sent(lambda: first(batch(1)))
+        found["model changed"] = sent(lambda: second(batch(1)))
+    return found
+
+
+def test_what_is_sent() -> None:
+    """A write to a shard makes its own model gather again, and no other; a full operand is only cut."""
+    found = messages()
+    gathers = {name: [each for each in names if "_allgather_base" in each] for name, names in found.items()}
+    assert found["by element"] == []
+    assert found["full operand"] == ["c10d.scatter_.default"]
+    assert gathers["nothing changed"] == gathers["other model changed"] == []
+    assert len(gathers["model changed"]) == 1

@@ -43,6 +43,7 @@ from parallelize.backends.fsdp.shards import (
     record_of,
     shard_like,
     share_version,
+    version_of,
 )
 from parallelize.errors import SyncError
 from parallelize.run.containers import leaves, map_leaves
@@ -106,7 +107,7 @@ class Gathered:
         self._note_equal()
 
     def _note_equal(self) -> None:
-        self._version_of_shard = record_of(self._shard).version.number
+        self._version_of_shard = version_of(self._shard)
         self._version_of_full = self.full._version
 
     def as_view(self, tensor: Any) -> Any:
@@ -117,7 +118,7 @@ class Gathered:
 
     def refresh(self) -> None:
         """Gather again if the shard has been written to."""
-        if self._version_of_shard != record_of(self._shard).version.number:
+        if self._version_of_shard != version_of(self._shard):
             self.full.copy_(full_tensor(self._shard))
         self._note_equal()
 
@@ -320,6 +321,13 @@ def _show(call: Call) -> Any:
 
 def _copy(call: Call) -> Any:
     return run(torch.clone, call.args[:1], {})
+
+
+def _copy_each(call: Call) -> None:
+    """Copy a list of tensors into another one: DTensor knows how to copy single ones."""
+    targets, sources = call.args[:2]
+    for target, source in zip(targets, sources, strict=True):
+        run(torch.Tensor.copy_, (target, source), {})
 
 
 def _refuse_gradients(_call: Call) -> Any:
@@ -525,6 +533,7 @@ SETTERS: Mapping[str, Handler] = {
 
 FUNCTIONS: Mapping[str, Handler] = {
     "__deepcopy__": _copy,
+    "_foreach_copy_": _copy_each,
     "grad": _refuse_gradients,
     "numpy": _read_only_array,
 }

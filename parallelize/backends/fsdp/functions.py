@@ -33,8 +33,7 @@ _COPYING = frozenset(
         *("clone", "copy_", "detach", "detach_", "contiguous", "zero_", "fill_"),
         *("zeros_like", "ones_like", "empty_like", "full_like"),
         *("to", "cpu", "cuda", "type", "float", "half", "double", "bfloat16"),
-        *("_foreach_copy_", "_foreach_zero_"),
-        "_amp_foreach_non_finite_check_and_unscale_",
+        *("_foreach_zero_", "_amp_foreach_non_finite_check_and_unscale_"),
     }
 )
 
@@ -48,8 +47,11 @@ _OPERATORS: Mapping[str, str] = {
     "__rpow__": "pow",
 }
 
-# With one argument, or over a dimension, these reduce: only their other overloads are pointwise.
+# Only some overloads of these are pointwise: others reduce, or return indices.
 _AMBIGUOUS = frozenset({"max", "min", "where", "_foreach_max"})
+
+# DTensor has these without a strategy, as of torch 2.13.
+_UNKNOWN_TO_DTENSOR = frozenset({"_conj_physical", "_foreach_addcdiv"})
 
 # Name -> the further arguments with which it reduces all elements, of which DTensor knows how.
 _OVER_ALL: Mapping[str, Sequence[tuple[Any, ...]]] = {
@@ -70,7 +72,7 @@ def is_by_element(name: str) -> bool:
     """
     if name in _COPYING:
         return True
-    if name in _AMBIGUOUS:
+    if name in _AMBIGUOUS or name in _UNKNOWN_TO_DTENSOR:
         return False
     name = _OPERATORS.get(name, name)
     if name.startswith("__"):

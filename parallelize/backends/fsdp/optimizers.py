@@ -136,6 +136,7 @@ def _turn_into_rows(parameter: Any, state: dict[Any, Any]) -> None:
     gradient = parameter.shard.grad
     parameter.__class__ = nn.Parameter
     if gradient is not None:
+        mark_changed(gradient)
         parameter.grad = gradient._local_tensor
     for value in state.values():
         if type(value) is ShardedTensor:

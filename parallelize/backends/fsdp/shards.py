@@ -24,8 +24,8 @@ _RECORD = "record_of_parallelize"
 class Version:
     """The version of the rows of a shard. Shards that share rows, as `p` and `p.data` do, share it.
 
-    torch's own counter, `Tensor._version`, is no such version. DTensor writes to rows below
-    autograd, where torch counts nothing, and `p.data` has a counter of its own.
+    torch's own counter, `Tensor._version`, does not suffice. DTensor writes to rows below autograd,
+    where torch counts nothing, optimizers write to the rows, and `p.data` has its own counter.
 
     Attributes:
         number: counts the writes to the rows, and the changes of `requires_grad`.
@@ -65,6 +65,15 @@ def record_of(shard: Any) -> Record:
 def mark_changed(shard: Any) -> None:
     """Note a change of a shard's rows, or of whether it is trained."""
     record_of(shard).version.number += 1
+
+
+def version_of(shard: Any) -> int:
+    """Return a number that each write to the shard's rows has made larger.
+
+    fully_shard adds to gradients itself, by an operation of DTensor: torch counts these writes.
+    """
+    number: int = record_of(shard).version.number + shard._version
+    return number
 
 
 def changes_of(shards: Iterable[Any]) -> int:
