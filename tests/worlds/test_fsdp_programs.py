@@ -197,7 +197,14 @@ def kept_data(model: nn.Sequential) -> list[Any]:
     return [before.clone(), after.clone(), weight.detach().clone(), before[0].clone(), after[0].clone()]
 
 
+def rounded(model: nn.Sequential) -> list[Any]:
+    """Norms in half precision, by which Muon divides, and sums are rounded once."""
+    tensors = [(model[0].weight.detach().abs() + number).bfloat16() for number in range(50)]
+    return [[tensor.norm(), tensor.sum()] for tensor in tensors]
+
+
 PROGRAMS: dict[str, Program] = {
+    "rounded": rounded,
     "kept views": kept_views,
     "kept data": kept_data,
     "clip 1-norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=1).item()),
@@ -229,7 +236,6 @@ WRITES: dict[str, Callable[[nn.Sequential], Any]] = {
     "new list": lambda m: torch._foreach_copy_(
         list(m.parameters()), torch._foreach_addcdiv(list(m.parameters()), list(m.parameters()), list(m.parameters()))
     ),
-    "half": lambda m: m[0].weight.mul_(m[0].weight.bfloat16().norm()),
     "data": lambda m: setattr(m[0].weight, "data", torch.where(m[0].weight > 0, m[0].weight, 0.0)),
     "kept view": kept_view,
     "foreach": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
@@ -297,7 +303,7 @@ class Collectives(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace and "wait" not in str(func):
+        if "c10d" in func.namespace and "wait" not in str(func) and "wrap" not in str(func):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -318,6 +324,7 @@ def messages() -> dict[str, Any]:
         found: dict[str, Any] = {
             "by element": sent(lambda: weight.mul_(2).add_(weight)),
             "full operand": sent(lambda: weight.mul_(full)),
+            "product": sent(lambda: weight @ weight.T),
         }
         for model in (first, second):
             model(batch(0))
@@ -335,5 +342,6 @@ def test_what_is_sent() -> None:
     gathers = {name: [each for each in names if "_allgather_base" in each] for name, names in found.items()}
     assert found["by element"] == []
     assert found["full operand"] == ["c10d.scatter_.default"]
+    assert len(found["product"]) == 1
     assert gathers["nothing changed"] == gathers["other model changed"] == []
     assert len(gathers["model changed"]) == 1

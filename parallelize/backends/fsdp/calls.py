@@ -1,4 +1,4 @@
-"""What runs when a torch function is called on sharded tensors: on their shards, or on full tensors.
+"""What runs when a torch function is called on sharded tensors: it runs on rows or full tensors.
 
     what a call gets      what it is
     ShardedTensor         a gradient, a copy, ...: stands for a shard, and holds this rank's rows
@@ -6,7 +6,7 @@
     FullView              `p[0]`, `p.T`, ...: shares memory with a gathered tensor
 
     run(function, args, kwargs)
-    ├── METHODS           what has an answer of its own, such as hooks, attributes and their setters
+    ├── METHODS           what has an answer of its own, such as hooks and attributes
     ├── FUNCTIONS         the same, for calls on views as well
     ├── on rows           functions by element, of shards that are cut alike and of plain numbers
     ├── one by one        functions of lists, such as those of optimizers with foreach=True
@@ -98,16 +98,17 @@ class Gathered:
         written to       the full tensor was written to:  `write_back` writes to the shard
 
     Attributes:
+        shard: the shard.
         full: the full tensor.
     """
 
     def __init__(self, shard: Any, full: torch.Tensor) -> None:
+        self.shard = shard
         self.full = full
-        self._shard = shard
         self._note_equal()
 
     def _note_equal(self) -> None:
-        self._version_of_shard = version_of(self._shard)
+        self._version_of_shard = version_of(self.shard)
         self._version_of_full = self.full._version
 
     def as_view(self, tensor: Any) -> Any:
@@ -118,17 +119,17 @@ class Gathered:
 
     def refresh(self) -> None:
         """Gather again if the shard has been written to."""
-        if self._version_of_shard != version_of(self._shard):
-            self.full.copy_(full_tensor(self._shard))
+        if self._version_of_shard != version_of(self.shard):
+            self.full.copy_(full_tensor(self.shard))
         self._note_equal()
 
     def write_back(self) -> None:
-        """Write to the shards of all ranks, as rank 0 has it, what was written to the full tensor."""
+        """Write what was written to the full tensor to the shards, as rank 0 has it."""
         if self._version_of_full == self.full._version:
             return
-        rows = shard_like(self.full, self._shard, source=0)._local_tensor
-        self._shard._local_tensor.detach().copy_(rows)
-        mark_changed(self._shard)
+        rows = shard_like(self.full, self.shard, source=0)._local_tensor
+        self.shard._local_tensor.detach().copy_(rows)
+        mark_changed(self.shard)
         self._note_equal()
 
 
@@ -221,11 +222,12 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _ask_shard(call: Call) -> Any:
+    """Return a fact, which the shard knows: it has the shape of the full tensor."""
     return call.function(call.target.shard, *call.args[1:], **call.kwargs)
 
 
 def _get_attribute(call: Call) -> Any:
-    """Return an attribute of the shard; one that is a DTensor, such as `grad`, as a sharded tensor."""
+    """Return an attribute of the shard: `grad`, which is a DTensor, as a sharded tensor."""
     getter = GETTERS.get(call.function.__self__.__name__)
     if getter is not None:
         return getter(call)
@@ -241,6 +243,7 @@ def _set_attribute(call: Call) -> None:
 
 
 def _get_data(call: Call) -> Any:
+    """Return the tensor of the same rows, whose version is that of the target."""
     shard = call.target.shard
     record = record_of(shard)
     if record.data_alias is None:
@@ -272,6 +275,7 @@ def _set_data(call: Call) -> None:
 
 
 def _set_gradient(call: Call) -> None:
+    """Set the gradient: the shard of a full one, as rank 0 has it."""
     target, gradient = call.args
     if isinstance(gradient, Sharded):
         gradient = gradient.shard
@@ -281,18 +285,20 @@ def _set_gradient(call: Call) -> None:
 
 
 def _set_whether_trained(call: Call) -> None:
+    """Set `requires_grad`, for which fully_shard prepares its units anew."""
     mark_changed(call.target.shard)
     call.function(call.target.shard, call.args[1])
 
 
 def _change_whether_trained(call: Call) -> Any:
+    """Call `requires_grad_`, and return the target, as it does."""
     mark_changed(call.target.shard)
     _ask_shard(call)
     return call.target
 
 
 def _register_hook(call: Call) -> Any:
-    """Register a hook on the shard, which gets and returns what the user knows in place of shards."""
+    """Register a hook on the shard, which gets and returns sharded tensors in place of shards."""
     target, hook = call.args
     # torch's register_multi_grad_hook waits for the autograd nodes of these tensors, which no
     # backward reaches: the units of fully_shard have others.
@@ -308,7 +314,7 @@ def _register_hook(call: Call) -> Any:
 
 
 def _show(call: Call) -> Any:
-    """Return the text of a tensor; that of a parameter says that it is trained, and no `grad_fn`."""
+    """Return the text of a tensor; that of a parameter shows no `grad_fn` of the gather."""
     shard = call.target.shard
     if not isinstance(call.target, nn.Parameter):
         return run_on_full(call)
@@ -343,6 +349,8 @@ def _read_only_array(call: Call) -> Any:
 
 # Calls on rows
 
+_BYTES_OF_HALF = 2
+
 
 def _tensors(value: Any) -> list[Any]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -363,8 +371,11 @@ def _is_exact_on_rows(call: Call) -> bool:
     targets = _tensors(call.args[:1])
     if call.name == NORMS_OF_LIST:
         is_known = not _is_tracked([_shard_of(tensor) for tensor in targets])
+    elif is_over_all(call.name, call.args[1:], call.kwargs):
+        # In half precision, the ranks' numbers would be rounded before they are reduced.
+        is_known = call.target.dtype.itemsize > _BYTES_OF_HALF
     else:
-        is_known = is_by_element(call.name) or is_over_all(call.name, call.args[1:], call.kwargs)
+        is_known = is_by_element(call.name)
     if not is_known or not targets or "out" in call.kwargs:
         return False
     if not all(isinstance(tensor, Sharded) for tensor in targets):
@@ -374,6 +385,7 @@ def _is_exact_on_rows(call: Call) -> bool:
 
 
 def _run_on_rows(call: Call) -> Any:
+    """Let DTensor run the function on the rows, and note what it has written to."""
     args, kwargs = map_leaves(_shard_of, (tuple(call.args), call.kwargs))
     result = call.function(*args, **kwargs)
     if call.name == NORMS_OF_LIST:
@@ -457,11 +469,25 @@ def _run_one_by_one(call: Call) -> list[Any] | None:
 
 
 class _FullOperands:
-    """The full tensors that a function gets in place of its operands, and whose they are."""
+    """The full tensors that a function gets in place of its operands, and whose they are.
 
-    def __init__(self) -> None:
-        self._gathered: dict[int, Gathered] = {}  # by the id of the shard, or of the full tensor
+    Args:
+        operands: the operands. A view among them saves the gather of its shard, which may be
+            another operand, as in `x @ x.T`.
+    """
+
+    def __init__(self, operands: Sequence[Any]) -> None:
+        self._all_gathered: list[Gathered] = []
+        self._gathered_by_shard: dict[int, Gathered] = {}  # by the id of the shard
         self._operand_by_id: dict[int, Any] = {}  # by the id of what the function has got
+        for operand in operands:
+            if isinstance(operand, FullView):
+                operand.gathered.refresh()
+                self._add(operand.gathered)
+
+    def _add(self, gathered: Gathered) -> None:
+        self._all_gathered.append(gathered)
+        self._gathered_by_shard[id(gathered.shard)] = gathered
 
     def full(self, operand: Any) -> Any:
         """Return what the function gets in place of an operand."""
@@ -469,8 +495,6 @@ class _FullOperands:
             return operand
         full: Any = operand
         if isinstance(operand, FullView):
-            operand.gathered.refresh()
-            self._gathered[id(operand.gathered.full)] = operand.gathered
             full = operand.as_subclass(torch.Tensor)
         elif isinstance(operand, Sharded):
             full = self._gather(operand.shard).full
@@ -478,14 +502,18 @@ class _FullOperands:
         return full
 
     def _gather(self, shard: Any) -> Gathered:
-        if id(shard) not in self._gathered:
-            gather = full_tensor_with_gradient if _is_tracked([shard]) else full_tensor
-            self._gathered[id(shard)] = Gathered(shard, gather(shard))
-        return self._gathered[id(shard)]
+        gathered = self._gathered_by_shard.get(id(shard))
+        is_tracked = _is_tracked([shard])
+        # A view of a tracked shard was gathered without a gradient.
+        if gathered is None or gathered.full.requires_grad is not is_tracked:
+            gather = full_tensor_with_gradient if is_tracked else full_tensor
+            gathered = Gathered(shard, gather(shard))
+            self._add(gathered)
+        return gathered
 
     def write_back(self) -> None:
         """Write what the function has written to the shards."""
-        for gathered in self._gathered.values():
+        for gathered in self._all_gathered:
             gathered.write_back()
 
     def result(self, value: Any) -> Any:
@@ -494,7 +522,7 @@ class _FullOperands:
             return self._operand_by_id[id(value)]
         if isinstance(value, torch.Tensor) and not value.requires_grad:
             storage = value.untyped_storage()._cdata
-            for gathered in self._gathered.values():
+            for gathered in self._all_gathered:
                 if gathered.full.untyped_storage()._cdata == storage:
                     return gathered.as_view(value)
         return value
@@ -502,7 +530,7 @@ class _FullOperands:
 
 def run_on_full(call: Call) -> Any:
     """Run a function on full tensors, and write what it has changed back to the shards."""
-    operands = _FullOperands()
+    operands = _FullOperands(_tensors((call.args, call.kwargs)))
     # The operands are known by their ids, so that these have to live until the results are known.
     args, kwargs = map_leaves(operands.full, (tuple(call.args), call.kwargs))
     result = call.function(*args, **kwargs)

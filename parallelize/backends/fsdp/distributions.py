@@ -32,9 +32,10 @@ def watch_distributions(state: Any, unit: nn.Module) -> None:
         for leaf in leaves(output):
             if isinstance(leaf, Distribution):
                 _refuse_cast(state, leaf)
-                for tensor in tensors_of_distribution(leaf):
+                tensors: list[Any] = tensors_of_distribution(leaf)
+                for tensor in tensors:
                     if tensor.requires_grad:
-                        tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]  # torch's
+                        tensor.register_hook(state._pre_backward)
 
     unit.register_forward_hook(prepare_backward)
 

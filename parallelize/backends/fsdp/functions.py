@@ -27,7 +27,7 @@ FACTS = frozenset(
 VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes that are views of the full tensor, as opposed to facts such as `shape`."""
 
-# These keep elements apart, but torch does not tag their operators as pointwise: they copy and fill.
+# These copy and fill: they keep elements apart, but torch does not tag them as pointwise.
 _COPYING = frozenset(
     {
         *("clone", "copy_", "detach", "detach_", "contiguous", "zero_", "fill_"),
@@ -81,7 +81,7 @@ def is_by_element(name: str) -> bool:
     if not isinstance(operator, torch._ops.OpOverloadPacket):
         return False
     tags: set[torch.Tag] = set()
-    for overload in operator.overloads():  # type: ignore[no-untyped-call]  # torch does not say
+    for overload in operator.overloads():  # type: ignore[no-untyped-call]  # torch's
         tags.update(getattr(operator, overload).tags)
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 

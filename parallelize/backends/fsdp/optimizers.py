@@ -1,4 +1,4 @@
-"""Steps of optimizers on sharded parameters. Optimizers keep the user's parameters, and their state.
+"""Steps of optimizers on sharded parameters. Optimizers keep the user's parameters and state.
 
     optimizer.step()
     ├── BeforeStep.PLACE of all optimizers     refuses lost gradients; adds the hooks below, which
@@ -8,8 +8,11 @@
     │   │   the step itself                    torch's own kernels, as on any plain tensors
     │   post-hook of this optimizer            rows become sharded tensors again
 
-A step that is not by element, such as that of LBFGS or Muon, and a step with a closure of the user's
-get sharded tensors, which behave as full ones.
+A step that is not by element, such as that of LBFGS or Muon, and a step with a closure get sharded
+tensors, which behave as full ones.
+
+A step that raises calls no post-hook: the next step, or the end of the block, turns its rows into
+sharded tensors.
 
 State is full if it is from before the block, or was loaded in it.
 """

