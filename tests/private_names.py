@@ -180,9 +180,20 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_fsdp_param_group": ("reach sharded parameters", 'backend="fsdp" fails'),
+        "_root_post_backward_final_callback": (
+            "make what other ranks reduce, at the end of a backward",
+            'routed models fail under backend="fsdp"',
+        ),
+        "_state_ctx": ("reach the states of all units", 'backend="fsdp" fails'),
         "_lazy_init": ("let the model be the root before a part of it is called", "calls of parts fail"),
         "_mp_policy": ("refuse a cast of distributions", 'models that return one fail under backend="fsdp"'),
         "_pre_backward": ("prepare a backward from a distribution", "gradients of policies are lost"),
+    },
+    "torch.distributed.fsdp._common_utils": {},
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
+        "_prefetch_unshard": ("gather the next unit of a backward ahead", 'backend="fsdp" fails'),
+        "_sharded_state": ("gather a unit again for other ranks", 'routed models fail under backend="fsdp"'),
+        "_to_sharded": ("free what was gathered for other ranks", 'routed models fail under backend="fsdp"'),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
         "_setattr_on_modules": ("register the user's parameter in place of the shard", 'backend="fsdp" fails'),

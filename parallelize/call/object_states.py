@@ -71,11 +71,11 @@ def _state_of(item: Any) -> ObjectState | None:
 
 
 def _has_sharded_state(optimizer: Optimizer) -> bool:
+    """Whether fsdp has left some of an optimizer's state sharded."""
     for state_of_parameter in optimizer.state.values():
-        if isinstance(state_of_parameter, Mapping):
-            for value in state_of_parameter.values():
-                if _is_sharded(value):
-                    return True
+        is_mapping = isinstance(state_of_parameter, Mapping)
+        if is_mapping and any(map(_is_sharded, state_of_parameter.values())):
+            return True
     return False
 
 

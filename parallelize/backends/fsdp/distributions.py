@@ -8,6 +8,7 @@ gradients of the last unit would not be averaged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,13 +41,24 @@ def watch_distributions(state: Any, unit: nn.Module) -> None:
     unit.register_forward_hook(prepare_backward)
 
 
+def _hook(tensors: Sequence[torch.Tensor], state: Any) -> None:
+    """Let the unit of a state be gathered before backward reaches it through these tensors."""
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]  # torch's
+
+
 def _refuse_cast(state: Any, distribution: Distribution) -> None:
-    """Refuse a distribution that would have to be cast: its tensors are computed from each other."""
+    """Refuse a distribution that would have to be cast.
+
+    Its tensors are computed from each other.
+    """
     dtype = state._mp_policy.output_dtype
     if dtype is not None:
         raise ConfigError(
             f"MixedPrecisionPolicy(output_dtype={dtype}) with a {type(distribution).__name__}, "
             "which forward has returned",
-            why="under fsdp, outputs are cast if they are tensors, or in lists, dicts or dataclasses",
+            why="under fsdp, outputs are cast if they are tensors, or in lists, dicts or "
+            "dataclasses",
             fix="cast in forward what the distribution is made of, and leave output_dtype out",
         )

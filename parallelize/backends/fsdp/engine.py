@@ -47,7 +47,7 @@ from parallelize.backends.fsdp.sharding import shard
 from parallelize.backends.fsdp.shards import changes_of
 from parallelize.backends.fsdp.stand_in import HookOfBlock, StandIn
 from parallelize.backends.fsdp.unit_backward import BackwardOrder
-from parallelize.backends.fsdp.unit_order import ForwardKind, ForwardOrder, units_in_order
+from parallelize.backends.fsdp.unit_order import ForwardMode, ForwardOrder, units_in_order
 from parallelize.backends.fsdp.units import (
     is_sharded,
     refuse_gradients,
@@ -248,7 +248,7 @@ class FSDPEngine(Engine):
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(is_training),
             _naming_forward_ad(),
-            self._forward_order.running(ForwardKind(self._inner.method, is_training)),
+            self._forward_order.running(ForwardMode(self._inner.method, is_training)),
         ):
             hooked_leaves: list[Any] = self._inner(*args, **kwargs)
         return hooked_leaves

@@ -32,7 +32,7 @@ from parallelize.backends.fsdp.unit_order import (
     ENDED,
     Forward,
     Step,
-    StepKind,
+    Action,
     Unit,
     bound_to_unit,
     gather_again,
@@ -141,8 +141,8 @@ class BackwardOrder:
             return
         is_first = unit not in self._open
         if is_first:
-            self._play_until(Step(StepKind.GATHER, unit))
-            self._use.steps.append(Step(StepKind.GATHER, unit))
+            self._play_until(Step(Action.GATHER, unit))
+            self._use.steps.append(Step(Action.GATHER, unit))
             self._open.add(unit)
         unit.pre_backward(_PREFETCHES, *hooked)
         if is_first:
@@ -153,9 +153,9 @@ class BackwardOrder:
         self._open.discard(unit)
         is_planned = False
         if self._forward is None or self._forward.is_alike:
-            is_planned = self._play_until(Step(StepKind.REDUCE, unit))
+            is_planned = self._play_until(Step(Action.REDUCE, unit))
         elif self._accumulates and _has_gradients(unit):
-            self._vote(Step(StepKind.REDUCE, unit))
+            self._vote(Step(Action.REDUCE, unit))
         self._reduce_now(unit, *hooked, is_planned=is_planned)
 
     def _gather_root(self, _prefetches: bool, *hooked: Any) -> None:  # noqa: FBT001  # torch's
@@ -193,7 +193,7 @@ class BackwardOrder:
         self._forward = None
 
     def _end(self) -> None:
-        """Complete the steps at the end of a pass. Called by torch, before fully_shard's own end."""
+        """Complete the steps at the end of a pass. Called by torch, before fully_shard's end."""
         self._complete()
         if self._root is not None and self._passed:
             self._reduce_root()
@@ -214,10 +214,10 @@ class BackwardOrder:
         """Stand in for the steps up to a position in the script."""
         assert self._forward is not None
         while self._position < position:
-            kind, unit = self._forward.steps[self._position]
+            action, unit = self._forward.steps[self._position]
             self._position += 1
-            if kind is StepKind.GATHER:
-                self._use.steps.append(Step(kind, unit))
+            if action is Action.GATHER:
+                self._use.steps.append(Step(action, unit))
                 unit.pre_backward(_PREFETCHES)
                 self._prefetch()
             else:
@@ -228,8 +228,8 @@ class BackwardOrder:
         """Begin to gather the next unit of the script, while this one computes."""
         if self._forward is None:
             return
-        for kind, unit in self._forward.steps[self._position :]:
-            if kind is StepKind.GATHER:
+        for action, unit in self._forward.steps[self._position :]:
+            if action is Action.GATHER:
                 unit.group._prefetch_unshard(unit.group, "backward")
                 return
 
@@ -238,8 +238,8 @@ class BackwardOrder:
     def _await_gather(self, unit: Unit) -> None:
         """Stand in until it is the turn of a unit that this rank gathers, if it has not yet."""
         if not unit.group.is_unsharded:
-            self._vote(Step(StepKind.GATHER, unit))
-            self._use.steps.append(Step(StepKind.GATHER, unit))
+            self._vote(Step(Action.GATHER, unit))
+            self._use.steps.append(Step(Action.GATHER, unit))
 
     def _vote(self, step: Step | None) -> None:
         """Stand in for steps until it is the turn of this rank's, or until no rank has one."""
@@ -252,17 +252,17 @@ class BackwardOrder:
 
     def _number_of(self, step: Step) -> int:
         """Return a number that is lower for a step of a later unit: backward begins at the end."""
-        return (len(self._units) - step.unit.index) * len(StepKind) + step.kind
+        return (len(self._units) - step.unit.index) * len(Action) + step.action
 
     def _step_of(self, number: int) -> Step:
-        index, kind = divmod(number, len(StepKind))
-        return Step(StepKind(kind), self._units[len(self._units) - index])
+        index, action = divmod(number, len(Action))
+        return Step(Action(action), self._units[len(self._units) - index])
 
     def _stand_in(self, step: Step) -> None:
         """Make the collective of a step that is none of this rank's, which keeps what it has."""
-        kind, unit = step
+        action, unit = step
         has_gathered = unit.group.is_unsharded
-        if kind is StepKind.REDUCE:
+        if action is Action.REDUCE:
             unit.group.reshard_after_backward = not has_gathered
             self._reduce_now(unit, is_planned=True)
             unit.group.reshard_after_backward = True
@@ -298,7 +298,7 @@ class _UseOfParameters:
         used = {parameter for parameter in trained if _has_gradient(parameter)}
         if not used and not is_planned:
             return
-        self.steps.append(Step(StepKind.REDUCE, unit))
+        self.steps.append(Step(Action.REDUCE, unit))
         self._used |= used
         for parameter in trained:
             if parameter in used:
@@ -379,13 +379,13 @@ class _Exchange:
             refuse_different("backward", self._names)
         words: list[int] = table[0, 1:].tolist()
         for row in table[1:, 1:].tolist():
-            words = [known | more for known, more in zip(words, row, strict=True)]
+            words = [word | word_of_rank for word, word_of_rank in zip(words, row, strict=True)]
         return words
 
 
 def _state_of(steps: Sequence[Step]) -> int:
     """Return a number that is equal for equal steps: hashes of integers are, in all processes."""
-    return hash(tuple([(kind, unit.index) for kind, unit in steps]))
+    return hash(tuple([(action, unit.index) for action, unit in steps]))
 
 
 def _words(flags: Sequence[bool]) -> list[int]:

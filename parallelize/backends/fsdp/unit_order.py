@@ -102,7 +102,7 @@ def units_in_order(
     return ordered, root
 
 
-class StepKind(enum.IntEnum):
+class Action(enum.IntEnum):
     """What a step of a backward does."""
 
     GATHER = 0
@@ -112,7 +112,7 @@ class StepKind(enum.IntEnum):
 class Step(NamedTuple):
     """A step of a backward."""
 
-    kind: StepKind
+    action: Action
     unit: Unit
 
 
@@ -129,7 +129,7 @@ class _Visit:
     needs_backward: bool = False
 
 
-class ForwardKind(NamedTuple):
+class ForwardMode(NamedTuple):
     """What decides, beside the data, which units a forward uses."""
 
     method: str
@@ -141,7 +141,7 @@ class Forward:
     """A forward of the model.
 
     Args:
-        kind: what is called.
+        mode: what is called.
         script: the units that all ranks visit, or None: the ranks vote.
         position: number of units of the script that were visited.
         gathered: what all ranks have gathered, in this order, whether or not this rank has used it.
@@ -150,11 +150,11 @@ class Forward:
         steps: the steps of its backward, if it is alike; known when the forward has ended.
     """
 
-    kind: ForwardKind
+    mode: ForwardMode
     script: tuple[Unit, ...] | None
     position: int = 0
     gathered: list[Unit] = field(default_factory=list)
-    bounds: list[tuple[_Visit, StepKind]] = field(default_factory=list)
+    bounds: list[tuple[_Visit, Action]] = field(default_factory=list)
     is_alike: bool = True
     steps: tuple[Step, ...] = ()
 
@@ -170,7 +170,7 @@ class ForwardOrder:
     def __init__(self, units: Sequence[Unit], recomputed: Callable[[Unit], None]) -> None:
         self._units = units
         self._recomputed = recomputed
-        self._scripts: dict[ForwardKind, tuple[Unit, ...] | None] = {}
+        self._scripts: dict[ForwardMode, tuple[Unit, ...] | None] = {}
         self._open: dict[Unit, _Visit] = {}
         self.forward: Forward | None = None
         for unit in units:
@@ -179,11 +179,11 @@ class ForwardOrder:
             group.post_forward = bound_to_unit(self._leave, unit)
 
     @contextlib.contextmanager
-    def running(self, kind: ForwardKind) -> Iterator[Forward]:
+    def running(self, mode: ForwardMode) -> Iterator[Forward]:
         """Run a forward of the model in the context; a collective, as each forward is.
 
         Args:
-            kind: what is called: all ranks call the same.
+            mode: what is called: all ranks call the same.
 
         Raises:
             SyncError: the ranks have gathered different units.
@@ -191,7 +191,7 @@ class ForwardOrder:
         if self.forward is not None:  # a method of the model that its forward calls
             yield self.forward
             return
-        forward = self.forward = Forward(kind, self._scripts.get(kind))
+        forward = self.forward = Forward(mode, self._scripts.get(mode))
         try:
             yield forward
             self._end(forward)
@@ -208,7 +208,7 @@ class ForwardOrder:
             self._meet(forward, unit)
             visit = _Visit(unit)
             forward.gathered.append(unit)
-            forward.bounds.append((visit, StepKind.REDUCE))
+            forward.bounds.append((visit, Action.REDUCE))
             self._open[unit] = visit
         return unit.pre_forward(module, args, kwargs)
 
@@ -217,7 +217,7 @@ class ForwardOrder:
         visit = self._open.pop(unit, None)
         if visit is not None and self.forward is not None:
             visit.needs_backward = torch.is_grad_enabled() and bool(collect_grad_tensors(output))
-            self.forward.bounds.append((visit, StepKind.GATHER))
+            self.forward.bounds.append((visit, Action.GATHER))
         return unit.post_forward(module, inputs, output)
 
     def _meet(self, forward: Forward, unit: Unit) -> None:
@@ -273,21 +273,21 @@ class ForwardOrder:
             forward.script = None
         forward.is_alike = len(set(answers)) == 1
         self._learn(forward)
-        if forward.is_alike and forward.kind.is_trained:
+        if forward.is_alike and forward.mode.is_trained:
             steps = [
-                Step(kind, visit.unit)
-                for visit, kind in reversed(forward.bounds)
+                Step(action, visit.unit)
+                for visit, action in reversed(forward.bounds)
                 if visit.needs_backward
             ]
             forward.steps = tuple(steps)
 
     def _learn(self, forward: Forward) -> None:
         """Decide whether the next forward of this kind follows a script."""
-        is_new = forward.kind not in self._scripts
+        is_new = forward.mode not in self._scripts
         if is_new and forward.is_alike:
-            self._scripts[forward.kind] = tuple(forward.gathered)
+            self._scripts[forward.mode] = tuple(forward.gathered)
         elif not forward.is_alike or forward.script is None:
-            self._scripts[forward.kind] = None
+            self._scripts[forward.mode] = None
 
     def _say(self, forward: Forward, number: int) -> list[int]:
         """Exchange a number, and check that the ranks have visited the same units so far.
@@ -297,11 +297,11 @@ class ForwardOrder:
         """
         indices = [unit.index for unit in forward.gathered]
         # Hashes of integers are the same in all processes.
-        state = hash((len(forward.kind.method), forward.kind.is_trained, *indices))
-        with waiting_for(f"the next block of the model in {forward.kind.method}"):
+        state = hash((len(forward.mode.method), forward.mode.is_trained, *indices))
+        with waiting_for(f"the next block of the model in {forward.mode.method}"):
             table = rows_of_ranks(torch.tensor([state, number]))
         if bool((table[:, 0] != state).any()):
-            refuse_different(forward.kind.method, [unit.name for unit in forward.gathered])
+            refuse_different(forward.mode.method, [unit.name for unit in forward.gathered])
         numbers: list[int] = table[:, 1].tolist()
         return numbers
 
@@ -338,9 +338,9 @@ def refuse_different(action: str, names: Sequence[str]) -> None:
     )
 
 
-def _number_of(bounds: Sequence[tuple[_Visit, StepKind]]) -> int:
+def _number_of(bounds: Sequence[tuple[_Visit, Action]]) -> int:
     """Return a number that is equal for equal bounds, and never a rank's wish for a vote."""
-    facts = [(visit.unit.index, kind, visit.needs_backward) for visit, kind in bounds]
+    facts = [(visit.unit.index, action, visit.needs_backward) for visit, action in bounds]
     return abs(hash(tuple(facts)))
 
 
