@@ -189,7 +189,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_mp_policy": ("refuse a cast of distributions", 'models that return one fail under backend="fsdp"'),
         "_pre_backward": ("prepare a backward from a distribution", "gradients of policies are lost"),
     },
-    "torch.distributed.fsdp._common_utils": {},
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "_prefetch_unshard": ("gather the next unit of a backward ahead", 'backend="fsdp" fails'),
         "_sharded_state": ("gather a unit again for other ranks", 'routed models fail under backend="fsdp"'),

@@ -30,13 +30,10 @@ def watch_distributions(state: Any, unit: nn.Module) -> None:
     def prepare_backward(_unit: nn.Module, _args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for leaf in leaves(output):
-            if isinstance(leaf, Distribution):
-                _refuse_cast(state, leaf)
-                tensors: list[Any] = tensors_of_distribution(leaf)
-                for tensor in tensors:
-                    if tensor.requires_grad:
-                        tensor.register_hook(state._pre_backward)
+        distributions = [leaf for leaf in leaves(output) if isinstance(leaf, Distribution)]
+        for distribution in distributions:
+            _refuse_cast(state, distribution)
+            _hook(tensors_of_distribution(distribution), state)
 
     unit.register_forward_hook(prepare_backward)
 

@@ -4,7 +4,7 @@
         │                  rank's rows
         └── .shard         the DTensor of these rows, a leaf of autograd
     p.grad, p * 2, ...     a ShardedTensor, with a `shard` as well
-    p[0], p.T, ...         a FullView of the gathered tensor: what is written to it reaches the shard
+    p[0], p.T, ...         a FullView of the gathered tensor: writes to it reach the shard
 
 `shards.py` has the shards, `functions.py` which torch function needs what, and `calls.py` what runs
 when one is called.

@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -48,6 +47,7 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.backends.fsdp import stand_in
 from parallelize.errors import SyncError
 from parallelize.hang_detection.waiting import waiting_for
+from parallelize.run.containers import leaves
 from parallelize.torch_patches.backward import is_in_backward
 
 ENDED = 2**62
@@ -216,7 +216,7 @@ class ForwardOrder:
         """Note the end of the forward of a unit. Called by fully_shard."""
         visit = self._open.pop(unit, None)
         if visit is not None and self.forward is not None:
-            visit.needs_backward = torch.is_grad_enabled() and bool(collect_grad_tensors(output))
+            visit.needs_backward = torch.is_grad_enabled() and _has_graph(output)
             self.forward.bounds.append((visit, Action.GATHER))
         return unit.post_forward(module, inputs, output)
 
@@ -336,6 +336,11 @@ def refuse_different(action: str, names: Sequence[str]) -> None:
         "has to call the same method, with or without gradients",
         fix="call the same methods of the model on all ranks, or use backend='ddp'",
     )
+
+
+def _has_graph(output: Any) -> bool:
+    """Whether a backward may reach a unit through its output."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(output))
 
 
 def _number_of(bounds: Sequence[tuple[_Visit, Action]]) -> int:
