@@ -30,9 +30,9 @@ from torch.distributions import Distribution
 from parallelize.agreement.fingerprint import comparison_group, rows_of_ranks
 from parallelize.backends.fsdp.unit_order import (
     ENDED,
+    Action,
     Forward,
     Step,
-    Action,
     Unit,
     bound_to_unit,
     gather_again,
