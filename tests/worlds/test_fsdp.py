@@ -364,6 +364,28 @@ def gradients_cross_the_ends_of_a_block() -> None:
         assert_close(dict(model.state_dict()), dict(expected.state_dict()))
 
 
+class Gains(nn.Module):
+    """Parameters without dimensions, whose names are equal but for a dot, or those of methods of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.layer.gain = nn.Parameter(torch.tensor(1.0))
+        self.layer_gain = nn.Parameter(torch.tensor(1.0))
+        self.values = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.layer.gain * self.layer_gain + self.values
+
+
+@check
+def whole_parameters_may_have_any_name() -> None:
+    model = seeded(Gains)
+    with parallel_model(model, backend="fsdp"):
+        train(model, adamw(model))
+    assert_close(dict(model.state_dict()), trained(Gains))
+
+
 @check
 def parameters_are_frozen_and_unfrozen() -> None:
     """What was frozen at the entry trains as soon as it is unfrozen, in half precision, too."""

@@ -185,13 +185,14 @@ class FSDPEngine(Engine):
 
     def _replicate_whole_parameters(self) -> None:
         """Let the block average the gradients of parameters that every rank holds whole."""
-        whole_parameters = {}
+        whole_parameters = nn.Module()
         for parameter, name in self._names.items():
             if not is_sharded(parameter):
-                whole_parameters[name.replace(".", "_")] = parameter
-        if whole_parameters:
+                # `register_parameter` refuses names with dots, which errors are to show.
+                whole_parameters._parameters[name] = parameter
+        if whole_parameters._parameters:
             self.reduction = Reduction()
-            self.replicas = nn.ParameterDict(whole_parameters)
+            self.replicas = whole_parameters
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, which gathers parameters from all ranks; a collective.
@@ -326,7 +327,6 @@ class FSDPEngine(Engine):
         on another way does not pass these hooks.
         """
         self._backward_order.settle()
-        has_transformed = self._has_transformed
         has_lost = any(parameter.has_unreduced_gradient for parameter in self._stand_in.parameters)
         optimizer_class = type(optimizer).__name__
         if has_lost and is_in_backward():
@@ -335,7 +335,7 @@ class FSDPEngine(Engine):
                 why="the gradients of some units are reduced only when backward ends",
                 fix="call step() after backward(), not from a hook in it",
             )
-        if has_lost and has_transformed:
+        if has_lost and self._has_transformed:
             raise SyncError(
                 "torch.func or forward AD: gradients are not in the parameters of "
                 f"{optimizer_class}",
