@@ -98,5 +98,4 @@ class ShardedTensors:
 
     def alive(self) -> list[Any]:
         """Return the tensors that are alive, in the order in which they were made."""
-        tensors = [self._by_number.get(number) for number in sorted(self._by_number.keys())]
-        return [tensor for tensor in tensors if tensor is not None]
+        return list(self._by_number.values())

@@ -8,7 +8,6 @@ gradients of the last unit would not be averaged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,16 +32,11 @@ def watch_distributions(state: Any, unit: nn.Module) -> None:
         distributions = [leaf for leaf in leaves(output) if isinstance(leaf, Distribution)]
         for distribution in distributions:
             _refuse_cast(state, distribution)
-            _hook(tensors_of_distribution(distribution), state)
+            for tensor in tensors_of_distribution(distribution):
+                if tensor.requires_grad:
+                    tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]  # torch's
 
     unit.register_forward_hook(prepare_backward)
-
-
-def _hook(tensors: Sequence[torch.Tensor], state: Any) -> None:
-    """Let the unit of a state be gathered before backward reaches it through these tensors."""
-    for tensor in tensors:
-        if tensor.requires_grad:
-            tensor.register_hook(state._pre_backward)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _refuse_cast(state: Any, distribution: Distribution) -> None:

@@ -62,46 +62,22 @@ def meshes_of(options: FSDPBackend, world: World, device: torch.device) -> Meshe
         # `full_tensor()`. The names differ, so that meshes with other groups are not equal.
         purpose, suffix = GroupPurpose.OFFLOADED_ROWS, " offloaded"
     if ranks_per_copy == world.world_size:
+        world_group: Any = dist.group.WORLD
         rows_group = separate_group(world, device, purpose)
         return Meshes(
-            of_shards=_mesh_of_group(dist.group.WORLD, device, name="shard"),
-            of_rows=_mesh_of_group(rows_group, device, name=f"rows{suffix}"),
+            of_shards=DeviceMesh.from_group(world_group, device.type, mesh_dim_names=("shard",)),
+            of_rows=DeviceMesh.from_group(
+                rows_group, device.type, mesh_dim_names=(f"rows{suffix}",)
+            ),
         )
+    # `init_device_mesh` would split a default group that is bound to a device, and hand NCCL's
+    # options to its gloo half, too (`_init_one_process_group` in torch's device_mesh.py), which
+    # gloo refuses or leaves out with a warning.
+    names = (f"replicate{suffix}", f"shard{suffix}")
     # Shape: (copies, ranks of a copy).
     ranks = torch.arange(world.world_size).view(-1, ranks_per_copy)
-    names = (f"replicate{suffix}", f"shard{suffix}")
-    mesh = _mesh_of_ranks(world, device, purpose, ranks, names=names)
-    return Meshes(of_shards=mesh, of_rows=mesh)
-
-
-def _mesh_of_group(group: Any, device: torch.device, *, name: str) -> DeviceMesh:
-    """Return the mesh of one dimension that has all ranks of a process group."""
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
-
-
-def _mesh_of_ranks(
-    world: World,
-    device: torch.device,
-    purpose: GroupPurpose,
-    ranks: torch.Tensor,
-    *,
-    names: tuple[str, str],
-) -> DeviceMesh:
-    """Return the mesh of a matrix of ranks, whose columns and rows have groups for a purpose.
-
-    Meshes of equal ranks have the same groups: DTensor's caches treat equal meshes as one.
-
-    `init_device_mesh` would split a default group that is bound to a device, and hand NCCL's
-    options to its gloo half, too (`_init_one_process_group` in torch's device_mesh.py), which gloo
-    refuses or leaves out with a warning.
-
-    Args:
-        world: the ranks.
-        device: the device of this process.
-        purpose: of the groups.
-        ranks: each rank of the world, once; of shape (copies, ranks of a copy).
-        names: of the groups of columns, and of those of rows.
-    """
+    # Meshes of equal ranks have the same groups: DTensor's caches treat equal meshes as one.
     column = subgroup_of_this_rank(world, device, purpose, ranks.T.tolist(), name=names[0])
     row = subgroup_of_this_rank(world, device, purpose, ranks.tolist(), name=names[1])
-    return DeviceMesh.from_group([column, row], device.type, ranks, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group([column, row], device.type, ranks, mesh_dim_names=names)
+    return Meshes(of_shards=mesh, of_rows=mesh)

@@ -142,8 +142,8 @@ class FSDPBackend(Backend):
             # With another number of ranks on some node, those of a node shard no equal copies.
             if size * world.num_nodes != ranks:
                 size = 0
-        if type(size) is int and size > 1 and ranks % size == 0:
-            return size
+        if size > 1 and ranks % size == 0:
+            return int(size)
         raise ConfigError(
             f"FSDPBackend(shard_over={self.shard_over!r}) in a world of {ranks}, "
             f"{world.local_world_size} per node",

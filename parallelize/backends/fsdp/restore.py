@@ -53,8 +53,8 @@ _GATHERED_COPIES = 4
 """To gather a tensor takes as much as this many copies of it: the result, the same with rows that
 pad those of the last rank, this rank's padded rows, and a buffer of gloo."""
 
-_MORE_LOOKS = 2
-"""The ranks look at most this often again for tensors that are alive, if these differ."""
+_LOOKS = 3
+"""The ranks look at most this often for tensors that are alive, if these differ."""
 
 _HOW_TO_SAVE = (
     "parallelize.save() saves shards; parallel_model(model, restore=False) keeps them without this "
@@ -81,7 +81,7 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """The labels of full values that all ranks have, in one order, and those that only some have."""
+    """The labels of full values that all ranks have, in one order, and those that some have."""
 
     common: Sequence[str]
     lone: Sequence[str]
@@ -126,7 +126,7 @@ class Restoration:
         """
         labelled = {str(number): parameter for number, parameter in enumerate(parameters)}
         # A rank may have dropped a gradient. Nobody could gather it, so that all ranks drop it.
-        agreement = _agree_on(_labels_of_values(labelled))
+        agreement = _agree_on(list(_shards_by_label(labelled)))
         lacking_with_gradients = self._restore(labelled, agreement.common)
         if lacking_with_gradients is None:
             return True
@@ -171,17 +171,16 @@ class Restoration:
         because the thread of hang detection holds the frames that it looks at. So the ranks look
         again if their tensors differ.
         """
-        labelled = self._alive_by_label()
-        agreement = _agree_on(_labels_of_values(labelled))
-        for _ in range(_MORE_LOOKS):
-            if not agreement.lone:
-                break
+        looks = 0
+        while True:
+            labelled = self._alive_by_label()
+            agreement = _agree_on(list(_shards_by_label(labelled)))
+            looks += 1
+            if not agreement.lone or looks == _LOOKS:
+                return labelled, agreement
             # What this dictionary holds would stay alive.
             labelled.clear()
             time.sleep(0.1)
-            labelled = self._alive_by_label()
-            agreement = _agree_on(_labels_of_values(labelled))
-        return labelled, agreement
 
     def _alive_by_label(self) -> dict[str, Any]:
         """Return the tensors that are alive and sharded, by a label that tells them apart."""
@@ -203,13 +202,13 @@ class Restoration:
         Returns:
             What a rank lacks, and then no tensor was changed; None: they are plain now.
         """
-        shards = [_shard_of(label, labelled) for label in common]
+        shard_by_label = _shards_by_label(labelled)
+        shards = [shard_by_label[label] for label in common]
         room = self._room_for(shards)
         homes = self._memory_for(shards) if room.is_enough else None
-        # This list would keep the rows of all tensors until the last one is restored.
-        del shards
-        if homes is None:
-            room = dataclasses.replace(room, is_enough=False)
+        # They would keep the rows of all tensors until the last one is restored.
+        del shards, shard_by_label
+        room = dataclasses.replace(room, is_enough=homes is not None)
         lacking = _first_lacking_room(room)
         if homes is None or lacking is not None:
             return lacking
@@ -222,9 +221,7 @@ class Restoration:
 
     def _room_for(self, shards: Sequence[Any]) -> _Room:
         """Return this rank's room for the full values of shards."""
-        needed_bytes = 0
-        for shard in shards:
-            needed_bytes += shard.nbytes
+        needed_bytes = sum([shard.nbytes for shard in shards])
         most_bytes = needed_bytes
         if shards and shards[0].device_mesh.device_type == self._home.type:
             most_bytes += _bytes_to_gather(shards)
@@ -278,26 +275,18 @@ def _make_plain(tensor: Any, full: torch.Tensor, full_gradient: torch.Tensor | N
         tensor.grad = full_gradient
 
 
-def _labels_of_values(labelled: dict[str, Any]) -> list[str]:
-    """Return the labels of all full values of sharded tensors, gradients included."""
-    labels = []
+def _shards_by_label(labelled: dict[str, Any]) -> dict[str, Any]:
+    """Return the DTensors of sharded tensors and of their gradients, by label."""
+    shard_by_label = {}
     for label, tensor in labelled.items():
-        labels.append(label)
+        shard_by_label[label] = tensor.shard
         if tensor.shard.is_leaf and tensor.shard.grad is not None:
-            labels.append(_label_of_gradient(label))
-    return labels
+            shard_by_label[_label_of_gradient(label)] = tensor.shard.grad
+    return shard_by_label
 
 
 def _label_of_gradient(label: str) -> str:
     return f"gradient of {label}"
-
-
-def _shard_of(label: str, labelled: dict[str, Any]) -> Any:
-    """Return the DTensor with this label: that of a sharded tensor, or of its gradient."""
-    if label in labelled:
-        return labelled[label].shard
-    tensor = labelled[label.removeprefix(_label_of_gradient(""))]
-    return tensor.shard.grad
 
 
 def _bytes_to_gather(shards: Sequence[Any]) -> int:
@@ -322,7 +311,7 @@ def _agree_on(labels: list[str]) -> _Agreement:
 
 
 def _first_lacking_room(room: _Room) -> _Room | None:
-    """Return the room of the first rank that has too little; None: all have enough; a collective."""
+    """Return the room of the first rank that lacks some; None: all have enough; a collective."""
     sent = [room.rank, room.needed_bytes, room.free_bytes, room.is_enough]
     for reply in gather_objects(sent, group=comparison_group()):
         room_of_rank = _Room(*reply)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,24 +13,11 @@ from parallelize.backends.broadcast import broadcast_from_rank_0, place
 from parallelize.backends.fsdp.meshes import Meshes
 from parallelize.backends.fsdp.stand_in import StandIn
 from parallelize.backends.fsdp.units import is_sharded
-from parallelize.plugins.base import Inner
+from parallelize.plugins.base import Inner, Session
 from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 
 if TYPE_CHECKING:
     from parallelize.backends.fsdp.plugin import FSDPBackend
-
-
-@dataclass(frozen=True)
-class _Precisions:
-    """The dtypes in which FSDP2 gathers parameters and reduces gradients.
-
-    Args:
-        usual: the policy of most units.
-        fp32: the policy of modules whose weights stay in fp32; None: there are no such modules.
-    """
-
-    usual: MixedPrecisionPolicy
-    fp32: MixedPrecisionPolicy | None
 
 
 def shard(
@@ -55,9 +41,8 @@ def shard(
         meshes: the ranks that shard.
         device: device on which the model computes.
     """
-    precisions = _precisions(options, inner)
     modules_in_fp32: list[nn.Module] = []
-    if precisions.fp32 is not None:
+    if options.mixed_precision is None and inner.session.weights_dtype is not None:
         classes = inner.session.fp32_modules
         modules_in_fp32 = [module for module in inner.modules() if isinstance(module, classes)]
     offload = OffloadPolicy()
@@ -68,15 +53,13 @@ def shard(
     for module in dict.fromkeys([*modules_in_fp32, *units, inner]):
         place(module, device)
         tensors = _give_values_of_rank_0(module, sharded)
-        arguments: dict[str, Any] = {
+        arguments = {
             "mesh": meshes.of_shards,
             "reshard_after_forward": options.reshard_after_forward,
-            "mp_policy": precisions.usual,
+            "mp_policy": _policy(options, inner.session, stays_in_fp32=module in modules_in_fp32),
             "offload_policy": offload,
             "ignored_params": _parameters_of_other_units(module, sharded),
         }
-        if module in modules_in_fp32:
-            arguments["mp_policy"] = precisions.fp32
         stand_in.shard(module, meshes.of_rows, arguments)
         sharded.update(tensors)
     stand_in.complete()
@@ -113,20 +96,22 @@ def _parameters_of_other_units(module: nn.Module, sharded: set[torch.Tensor]) ->
     return parameters
 
 
-def _precisions(options: FSDPBackend, inner: Inner) -> _Precisions:
-    """Return the policies that the options, or else the session of mixed precision, ask for."""
-    session = inner.session
+def _policy(options: FSDPBackend, session: Session, *, stays_in_fp32: bool) -> MixedPrecisionPolicy:
+    """Return the dtypes in which FSDP2 gathers the parameters of a unit and reduces its gradients.
+
+    Args:
+        options: options of the backend, which come before the session.
+        session: the mixed precision of the block.
+        stays_in_fp32: whether the weights of the unit are not cast, if the session casts weights.
+    """
     if options.mixed_precision is not None:
-        return _Precisions(options.mixed_precision, fp32=None)
+        return options.mixed_precision
     if session.weights_dtype is None:
-        policy = MixedPrecisionPolicy(reduce_dtype=session.communication_dtype)
-        return _Precisions(policy, fp32=None)
+        return MixedPrecisionPolicy(reduce_dtype=session.communication_dtype)
     # Autocast casts inputs per operation. fully_shard would cast all inputs, even integers that are
     # stored as floats.
-    reduce_dtype = session.communication_dtype or torch.float32
-    return _Precisions(
-        usual=MixedPrecisionPolicy(
-            param_dtype=session.weights_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-        ),
-        fp32=MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+    return MixedPrecisionPolicy(
+        param_dtype=None if stays_in_fp32 else session.weights_dtype,
+        reduce_dtype=session.communication_dtype or torch.float32,
+        cast_forward_inputs=False,
     )

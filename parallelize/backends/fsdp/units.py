@@ -28,7 +28,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether fully_shard divides a parameter of a unit. Every rank holds any other parameter whole.
+    """Whether fully_shard divides a parameter of a unit. Every rank holds the others whole.
 
     fully_shard has no rows to divide in a parameter without dimensions, and fails at parameters
     without elements. Of integers and booleans it would make a parameter that requires gradients
