@@ -195,6 +195,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_to_sharded": ("free what was gathered for other ranks", 'routed models fail under backend="fsdp"'),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
+        "_module_info": ("find the user's parameter of a record", 'backend="fsdp" fails'),
         "_setattr_on_modules": ("register the user's parameter in place of the shard", 'backend="fsdp" fails'),
         "_sharding_spec": ("give gradients the mesh of the user's parameter", 'backend="fsdp" fails'),
         "_sharding_spec_by_dtype": ("the same, where torch caches it", 'backend="fsdp" fails'),

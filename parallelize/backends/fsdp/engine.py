@@ -143,7 +143,7 @@ class FSDPEngine(Engine):
 
     def _begin_order(self) -> None:
         """Let all ranks gather and reduce the same units, whichever of them a rank uses."""
-        units, root = units_in_order(self._inner, self._stand_in.units)
+        units, root = units_in_order(self._inner, self._stand_in.groups)
         self._backward_order = BackwardOrder(units, root, self._stand_in.states())
         self._forward_order = ForwardOrder(units, self._backward_order.gather_for_recomputation)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,21 +32,6 @@ from parallelize.plugins.base import Inner
 from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.module_tensors import all_named_parameters, without_overrides
-
-
-@dataclass(frozen=True, eq=False)
-class Unit:
-    """A module whose parameters FSDP2 gathers together.
-
-    Args:
-        module: a submodule of the model, or, for the parameters in no submodule's unit, `Inner`.
-        state: the FSDPState, whose methods are the hooks of the module.
-        group: the FSDPParamGroup, which gathers the parameters and reduces their gradients.
-    """
-
-    module: nn.Module
-    state: Any
-    group: Any
 
 
 class StandInParameter:
@@ -171,7 +155,9 @@ class StandIn:
         registry: the sharded tensors of the run.
 
     Attributes:
-        units: the units that have parameters, inner ones first, the root last.
+        groups: module of a unit -> its FSDPParamGroup, which gathers its parameters and reduces
+            their gradients. Inner units come first, the root last; units without parameters, which
+            have no group, are left out.
         parameters: the parameters of all units, in the same order.
         keeps_gathered: whether gathered parameters are not freed: a backward with
             create_graph=True has run, and the next backward reads what it has saved.
@@ -180,14 +166,14 @@ class StandIn:
     def __init__(
         self, inner: Inner, names: dict[nn.Parameter, str], registry: ShardedTensors
     ) -> None:
-        self.units: list[Unit] = []
+        self.groups: dict[nn.Module, Any] = {}
         self.parameters: list[StandInParameter] = []
         self.keeps_gathered = False
         self._parameter_of: dict[nn.Parameter, StandInParameter] = {}
         self._inner = inner
         self._names = names
         self._registry = registry
-        self._registrations = _registrations_of(inner.model)
+        self._originals = _originals_of(inner.model)
         self._keys_before = {
             id(dictionary): set(dictionary) for dictionary in _dictionaries(inner.model)
         }
@@ -211,50 +197,38 @@ class StandIn:
         group = state._fsdp_param_group
         if group is None:
             return
-        self.units.append(Unit(module, state, group))
-        originals = {}
-        for owner, name, original in self._registrations:
-            originals[owner._parameters[name]] = original
+        self.groups[module] = group
         for record in group.fsdp_params:
-            parameter = StandInParameter(record, originals[record.sharded_param])
+            registered = record._module_info
+            original = self._originals[registered.module, registered.param_name]
+            parameter = StandInParameter(record, original)
             parameter.enter(self._registry, rows_mesh, self._free)
             self.parameters.append(parameter)
             self._parameter_of[parameter.original] = parameter
         group.pre_backward = functools.partial(_gather_for_backward, group, group.pre_backward)
 
     def complete(self) -> None:
-        """Tell FSDP2 that all units are there, and mark its hooks on the user's modules.
+        """Tell FSDP2 that all units are there; note its hooks on modules, and remove its marks.
 
         Without this, FSDP2 would take the first module that is called for the root, which may be a
         part of the model.
         """
         _state_of(self._inner)._lazy_init()
         for dictionary in _dictionaries(self._inner.model):
-            keys_before = self._keys_before.get(id(dictionary))
-            if keys_before is None:
-                continue
+            keys_before = self._keys_before.get(id(dictionary), dictionary.keys())
             for key in dictionary.keys() - keys_before:
-                self._mark(dictionary, key)
+                if isinstance(key, int):
+                    self._hooks_of_units.append((dictionary, key))
+                    # Beside the hooks themselves, torch has dictionaries of flags by the same ids.
+                    if callable(dictionary[key]):
+                        dictionary[key] = HookOfBlock(dictionary[key])
+                elif key.startswith("_"):
+                    del dictionary[key]
 
     def states(self) -> list[Any]:
         """Return the FSDPStates of all units, also of those without parameters."""
         states: list[Any] = _state_of(self._inner)._state_ctx.all_states
         return states
-
-    def _mark(self, dictionary: dict[Any, Any], key: Any) -> None:
-        """Mark a hook of FSDP2, or remove its mark on a module.
-
-        Args:
-            dictionary: the attributes of a module, or hooks of it.
-            key: what fully_shard has added: the id of a hook, or the name of an attribute.
-        """
-        if isinstance(key, int):
-            self._hooks_of_units.append((dictionary, key))
-            # Beside the hooks themselves, torch has dictionaries of flags by the same ids.
-            if callable(dictionary[key]):
-                dictionary[key] = HookOfBlock(dictionary[key])
-        elif key.startswith("_"):
-            del dictionary[key]
 
     def _free(self, free: Callable[[], None]) -> None:
         """Free a gathered parameter, unless the backward of a backward may read it.
@@ -274,13 +248,12 @@ class StandIn:
             accepts_gathered: whether gathered parameters may be registered, as they are in forward
                 and backward.
         """
-        for module, name, original in self._registrations:
+        for (module, name), original in self._originals.items():
             registered = module._parameters.get(name)
             if registered is original:
                 continue
             gathered = self._parameter_of[original].gathered
-            is_gathered = registered is not None and registered is gathered
-            if not is_gathered or not accepts_gathered:
+            if registered is None or registered is not gathered or not accepts_gathered:
                 return self._names[original]
         return None
 
@@ -296,10 +269,10 @@ class StandIn:
     def gather_anew(self) -> None:
         """Let the next forward gather all parameters: their values may have changed."""
         self.keeps_gathered = False
-        for unit in self.units:
-            unit.group.reshard()
+        for group in self.groups.values():
+            group.reshard()
             # Which parameters are trained may have changed, too.
-            unit.group.lazy_init()
+            group.lazy_init()
 
     def register_gathered(self) -> None:
         """Register the gathered parameters of all units that are gathered already.
@@ -307,9 +280,9 @@ class StandIn:
         FSDP2 registers them only when it gathers them, so that a forward that finds them gathered
         would compute with the originals, which gather themselves once more.
         """
-        for unit in self.units:
-            if unit.group.is_unsharded:
-                _register_gathered(unit.group)
+        for group in self.groups.values():
+            if group.is_unsharded:
+                _register_gathered(group)
 
     def register_originals(self) -> None:
         """Register the originals after a forward: FSDP2 leaves the root's parameters gathered."""
@@ -321,8 +294,8 @@ class StandIn:
         """Take everything back: the model's modules are as they were before the block."""
         for parameter in self.parameters:
             parameter.leave()
-        for unit in self.units:
-            unit.group.pre_backward = _refuse_backward
+        for group in self.groups.values():
+            group.pre_backward = _refuse_backward
         for dictionary, key in self._hooks_of_units:
             dictionary.pop(key, None)
         for module in self._inner.modules():
@@ -361,17 +334,17 @@ def _state_of(module: nn.Module) -> Any:
     return function.state(module)
 
 
-def _registrations_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, name in it, parameter) of all parameters that can be cut into rows.
+def _originals_of(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """Return (module, name in it) -> parameter, for all parameters that can be cut into rows.
 
-    A tied parameter has several registrations. Every rank holds the other parameters whole.
+    A tied parameter stands in several places. Every rank holds the other parameters whole.
     """
-    registrations = []
+    originals = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and is_sharded(parameter):
-                registrations.append((module, name, parameter))
-    return registrations
+                originals[module, name] = parameter
+    return originals
 
 
 def _dictionaries(model: nn.Module) -> Iterator[dict[Any, Any]]:

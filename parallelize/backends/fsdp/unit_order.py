@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,7 +44,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from parallelize.agreement.fingerprint import rows_of_ranks
 from parallelize.agreement.gather import gather_objects
-from parallelize.backends.fsdp import stand_in
 from parallelize.errors import SyncError
 from parallelize.hang_detection.waiting import waiting_for
 from parallelize.run.containers import leaves
@@ -81,24 +80,22 @@ class Unit:
 
 
 def units_in_order(
-    inner: nn.Module, units: Sequence[stand_in.Unit]
+    inner: nn.Module, group_of_module: Mapping[nn.Module, FSDPParamGroup]
 ) -> tuple[list[Unit], Unit | None]:
     """Return the units of a model in the order of its modules, and the root.
 
     Args:
         inner: the module of the root.
-        units: the units that have parameters.
+        group_of_module: module of a unit -> its group, for all units that have parameters.
     """
-    group_of_module = {unit.module: unit.group for unit in units}
-    root_group = group_of_module.pop(inner, None)
     ordered: list[Unit] = []
     for name, module in inner.named_modules():
-        if module in group_of_module:
+        if module is not inner and module in group_of_module:
             name_in_model = name.removeprefix("model.")
             ordered.append(Unit(len(ordered), name_in_model, module, group_of_module[module]))
     root = None
-    if root_group is not None:
-        root = Unit(len(ordered), "the other parameters", inner, root_group)
+    if inner in group_of_module:
+        root = Unit(len(ordered), "the other parameters", inner, group_of_module[inner])
     return ordered, root
 
 
