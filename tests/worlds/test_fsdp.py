@@ -378,6 +378,25 @@ class Gains(nn.Module):
         return self.layer(x) * self.layer.gain * self.layer_gain + self.values
 
 
+class Drawn(nn.Linear):
+    """Notes in `reset_parameters` that it has drawn its values."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._is_drawn = True
+
+
+@check
+def what_reset_parameters_notes_is_kept() -> None:
+    with torch.device("meta"):
+        model = Drawn(6, 4)
+    del model._is_drawn
+    with parallel_model(model, backend="fsdp"):
+        assert model._is_drawn
+    assert model._is_drawn
+    assert not [name for name in vars(model) if "fsdp" in name or "composable" in name]
+
+
 @check
 def whole_parameters_may_have_any_name() -> None:
     model = seeded(Gains)

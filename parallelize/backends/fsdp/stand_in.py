@@ -33,6 +33,9 @@ from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.module_tensors import all_named_parameters, without_overrides
 
+_MARKS = ("_is_fsdp_", "_fsdp_", "__composable_api_state_key")
+"""Attributes of modules that fully_shard sets begin with one of these."""
+
 
 class StandInParameter:
     """The original of a parameter, which stands for the shard in FSDP2's record.
@@ -222,7 +225,7 @@ class StandIn:
                     # Beside the hooks themselves, torch has dictionaries of flags by the same ids.
                     if callable(dictionary[key]):
                         dictionary[key] = HookOfBlock(dictionary[key])
-                elif key.startswith("_"):
+                elif key.startswith(_MARKS):
                     del dictionary[key]
 
     def states(self) -> list[Any]:
