@@ -823,3 +823,12 @@ def test_equally_many_ranks_shard_each_copy() -> None:
             FSDPBackend(shard_over=wrong)
     with pytest.raises(ConfigError, match="in a world of 6, 2 per node"):
         FSDPBackend(shard_over="node").ranks_per_copy(World(world_size=6, local_world_size=2, num_nodes=2))
+
+
+def test_equally_many_ranks_keep_a_copy_after_forward() -> None:
+    """A number of ranks that does not divide those of a copy is refused, before anything is sharded."""
+    world = World(world_size=4, local_world_size=2)
+    sizes = [FSDPBackend(reshard_after_forward=each).ranks_per_copy(world) for each in (None, False, True, 1, 2, 4)]
+    assert sizes == [4] * 6
+    with pytest.raises(ConfigError, match=r"(?s)reshard_after_forward=4\), where 2 ranks shard.*a divisor of 2"):
+        FSDPBackend(reshard_after_forward=4, shard_over=2).ranks_per_copy(world)

@@ -131,7 +131,7 @@ class FSDPBackend(Backend):
 
         Raises:
             ConfigError: `shard_over` does not divide the ranks of the world into groups of at least
-                two.
+                two, or `reshard_after_forward` does not divide the ranks of a copy.
         """
         ranks = world.world_size
         size: Any = self.shard_over
@@ -142,14 +142,21 @@ class FSDPBackend(Backend):
             # With another number of ranks on some node, those of a node shard no equal copies.
             if size * world.num_nodes != ranks:
                 size = 0
-        if size > 1 and ranks % size == 0:
-            return int(size)
-        raise ConfigError(
-            f"FSDPBackend(shard_over={self.shard_over!r}) in a world of {ranks}, "
-            f"{world.local_world_size} per node",
-            why="each copy of the parameters is sharded over equally many ranks, at least two",
-            fix=f"use 'world', 'node', or a divisor of {ranks} above 1",
-        )
+        if size < 2 or ranks % size != 0:
+            raise ConfigError(
+                f"FSDPBackend(shard_over={self.shard_over!r}) in a world of {ranks}, "
+                f"{world.local_world_size} per node",
+                why="each copy of the parameters is sharded over equally many ranks, at least two",
+                fix=f"use 'world', 'node', or a divisor of {ranks} above 1",
+            )
+        reshard = self.reshard_after_forward
+        if type(reshard) is int and size % reshard != 0:
+            raise ConfigError(
+                f"FSDPBackend(reshard_after_forward={reshard}), where {size} ranks shard a copy",
+                why="after forward, each group of that many ranks keeps a copy of the parameters",
+                fix=f"use True, False, or a divisor of {size}",
+            )
+        return int(size)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Return the submodules whose parameters are gathered together, inner ones first."""
