@@ -178,6 +178,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.distributed._composable_state": {
         "_module_state_mapping": ("unshard a module", 'backend="fsdp" fails at the end of a block'),
     },
+    "torch.distributed.fsdp._fully_shard._fully_shard": {
+        "_is_fsdp_managed_module": ("remove it from the user's modules", "copies pass for units"),
+        "_fsdp_use_orig_params": ("remove it from the user's modules", "copies pass for units"),
+    },
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_fsdp_param_group": ("reach sharded parameters", 'backend="fsdp" fails'),
         "_root_post_backward_final_callback": (

@@ -33,7 +33,7 @@ from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.module_tensors import all_named_parameters, without_overrides
 
-_MARKS = ("_is_fsdp_", "_fsdp_", "__composable_api_state_key")
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "__composable_api_state_key")
 """Attributes of modules that fully_shard sets begin with one of these."""
 
 
@@ -220,12 +220,13 @@ class StandIn:
         for dictionary in _dictionaries(self._inner.model):
             keys_before = self._keys_before.get(id(dictionary), dictionary.keys())
             for key in dictionary.keys() - keys_before:
-                if isinstance(key, int):
+                is_hook = isinstance(key, int)
+                if is_hook:
                     self._hooks_of_units.append((dictionary, key))
-                    # Beside the hooks themselves, torch has dictionaries of flags by the same ids.
-                    if callable(dictionary[key]):
-                        dictionary[key] = HookOfBlock(dictionary[key])
-                elif key.startswith(_MARKS):
+                # Beside the hooks themselves, torch has dictionaries of flags by the same ids.
+                if is_hook and callable(dictionary[key]):
+                    dictionary[key] = HookOfBlock(dictionary[key])
+                if not is_hook and key.startswith(_MARKS):
                     del dictionary[key]
 
     def states(self) -> list[Any]:
