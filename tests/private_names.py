@@ -83,7 +83,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
     },
     "torch.UntypedStorage": {
-        "_cdata": ("find views of gathered parameters", 'writes to them under backend="fsdp" are lost'),
+        "_cdata": ("find tensors that share memory under fsdp", 'backend="fsdp" fails'),
     },
     "torch.utils": {
         "_foreach_utils": ("let clipping take sharded gradients in lists", "clipping is slower"),
@@ -203,6 +203,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_setattr_on_modules": ("register the user's parameter in place of the shard", 'backend="fsdp" fails'),
         "_sharding_spec": ("give gradients the mesh of the user's parameter", 'backend="fsdp" fails'),
         "_sharding_spec_by_dtype": ("the same, where torch caches it", 'backend="fsdp" fails'),
+    },
+    "torch.optim.Optimizer": {
+        "_optimizer_step_pre_hooks": ("let fsdp's hook of a step run last", 'backend="fsdp" fails'),
+        "_optimizer_step_post_hooks": ("let fsdp's hook of a step run first", 'backend="fsdp" fails'),
     },
     "torch.optim.optimizer": {
         "_foreach_supported_types": ("let optimizers take sharded parameters in lists", "steps are slower"),

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from one_word.optimizers import Lookahead, Shampoo
@@ -203,8 +204,73 @@ def rounded(model: nn.Sequential) -> list[Any]:
     return [[tensor.norm(), tensor.sum()] for tensor in tensors]
 
 
+def deleted_gradients(model: nn.Sequential) -> list[Any]:
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        before = [gradient.clone() for gradient in gradients(model)]
+        for parameter in model.parameters():
+            del parameter.grad
+    return [before, gradients(model)]
+
+
+def hooks_of_steps(model: nn.Sequential) -> list[float]:
+    """An optimizer's own hooks see full tensors, whether they were registered before its first step or after it."""
+    optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    norms: list[float] = []
+
+    def log(*_: Any) -> None:
+        norms.append(model[0].weight.detach().norm().item())
+
+    for _ in range(2):
+        optimizer.register_step_pre_hook(log)
+        optimizer.register_step_post_hook(log)
+        train(model, optimizer)
+    return norms
+
+
+def failed_step(model: nn.Sequential) -> None:
+    """Another optimizer makes the step after one that has failed."""
+    failing, optimizer = (optim.SGD(model.parameters(), 0.1, momentum=0.9) for _ in range(2))
+    train(model, failing)
+    failing.param_groups[0]["lr"] = "none"
+    model(batch(3)).square().mean().backward()
+    with contextlib.suppress(TypeError, RuntimeError):
+        failing.step()
+    optimizer.step()
+    train(model, optimizer)
+
+
+def sparse(model: nn.Sequential) -> list[Any]:
+    return [model[0].weight.detach().to_sparse().to_dense()]
+
+
+def view_as_gradient(model: nn.Sequential) -> list[Any]:
+    model(batch(0)).square().mean().backward()
+    weight = model[0].weight
+    view = weight.grad.view(6, 4)
+    weight.grad.mul_(2)
+    weight.grad = view
+    return [weight.grad.clone()]
+
+
+def read_only_arrays(model: nn.Sequential) -> list[Any]:
+    """Arrays of a parameter are read only in the block, except copies."""
+    weight = model[0].weight.detach()
+    copied = np.asarray(weight, dtype=np.float32)
+    copied[0] = 1
+    is_plain = not hasattr(weight, "shard")
+    arrays = [weight.numpy(), np.asarray(weight)]
+    return [torch.from_numpy(copied), [array.flags.writeable == is_plain for array in arrays]]
+
+
 PROGRAMS: dict[str, Program] = {
     "rounded": rounded,
+    "deleted gradients": deleted_gradients,
+    "hooks of steps": hooks_of_steps,
+    "failed step": failed_step,
+    "sparse": sparse,
+    "view as gradient": view_as_gradient,
+    "read-only arrays": read_only_arrays,
     "kept views": kept_views,
     "kept data": kept_data,
     "clip 1-norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=1).item()),
@@ -333,6 +399,9 @@ def messages() -> dict[str, Any]:
             second[0].weight.mul_(2)
         found["other model changed"] = sent(lambda: first(batch(1)))
         found["model changed"] = sent(lambda: second(batch(1)))
+        with torch.no_grad():
+            nn.functional.relu(second[0].weight, inplace=True)
+        found["model changed by inplace=True"] = sent(lambda: second(batch(1)))
     return found
 
 
@@ -344,4 +413,22 @@ def test_what_is_sent() -> None:
     assert found["full operand"] == ["c10d.scatter_.default"]
     assert len(found["product"]) == 1
     assert gathers["nothing changed"] == gathers["other model changed"] == []
-    assert len(gathers["model changed"]) == 1
+    assert len(gathers["model changed"]) == len(gathers["model changed by inplace=True"]) == 1
+
+
+@distributed(processes=2)
+def copies_of_few_rows() -> list[Any]:
+    """Change a copy of a bias of which the last rank has no rows, and return what the parameter is used for then."""
+    model = nn.Linear(4, 1)
+    with parallel_model(model, backend=FSDPBackend(reshard_after_forward=False)):
+        model(torch.ones(2, 4))
+        view = model.bias.detach()[0]
+        before = view.item()
+        average = model.bias.detach().clone()
+        average.lerp_(model.bias.detach() + 1, 0.5)
+        return [before == view.item(), model(torch.ones(2, 4)).shape]
+
+
+def test_a_copy_is_not_its_parameter() -> None:
+    """Where a rank has no rows, too: it alone would gather again, and wait for the others."""
+    assert copies_of_few_rows() == [True, (2, 1)]

@@ -43,6 +43,7 @@ from parallelize.backends.fsdp.shards import (
     record_of,
     shard_like,
     share_version,
+    storage_of,
     version_of,
 )
 from parallelize.errors import SyncError
@@ -222,7 +223,10 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _ask_shard(call: Call) -> Any:
-    """Return a fact, which the shard knows: it has the shape of the full tensor."""
+    """Return a fact, which the shard knows: it has the shape of the full tensor.
+
+    Or delete an attribute, which is `grad`.
+    """
     return call.function(call.target.shard, *call.args[1:], **call.kwargs)
 
 
@@ -280,6 +284,8 @@ def _set_gradient(call: Call) -> None:
     if isinstance(gradient, Sharded):
         gradient = gradient.shard
     elif gradient is not None:
+        if isinstance(gradient, FullView):
+            gradient.gathered.refresh()
         gradient = shard_like(gradient, target.shard, source=0)
     call.function(target.shard, gradient)
 
@@ -341,9 +347,12 @@ def _refuse_gradients(_call: Call) -> Any:
 
 
 def _read_only_array(call: Call) -> Any:
-    """Return a NumPy array that cannot be written to: a write to it would not reach the shard."""
+    """Return a NumPy array that cannot be written to: a write to it would not reach the shard.
+
+    An array of another dtype is a copy, which may be written to.
+    """
     array = run_on_full(call)
-    array.flags.writeable = False
+    array.flags.writeable = array.flags.owndata
     return array
 
 
@@ -376,7 +385,7 @@ def _is_exact_on_rows(call: Call) -> bool:
         is_known = call.target.dtype.itemsize > _BYTES_OF_HALF
     else:
         is_known = is_by_element(call.name)
-    if not is_known or not targets or "out" in call.kwargs:
+    if not is_known or not targets or "out" in call.kwargs or call.kwargs.get("inplace"):
         return False
     if not all(isinstance(tensor, Sharded) for tensor in targets):
         return False
@@ -520,10 +529,12 @@ class _FullOperands:
         """Return what the user gets in place of a result: an operand, a view, or the result."""
         if id(value) in self._operand_by_id:
             return self._operand_by_id[id(value)]
-        if isinstance(value, torch.Tensor) and not value.requires_grad:
-            storage = value.untyped_storage()._cdata
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
+            return value
+        # Sparse tensors, for one, have no storage, and are no views.
+        if value.layout is torch.strided:
             for gathered in self._all_gathered:
-                if gathered.full.untyped_storage()._cdata == storage:
+                if storage_of(gathered.full) == storage_of(value):
                     return gathered.as_view(value)
         return value
 
@@ -542,6 +553,7 @@ METHODS: Mapping[str, Handler] = {
     **dict.fromkeys(FACTS, _ask_shard),
     "__get__": _get_attribute,
     "__set__": _set_attribute,
+    "__delete__": _ask_shard,
     "__repr__": _show,
     "requires_grad_": _change_whether_trained,
     "register_hook": _register_hook,
@@ -563,6 +575,7 @@ FUNCTIONS: Mapping[str, Handler] = {
     "__deepcopy__": _copy,
     "_foreach_copy_": _copy_each,
     "grad": _refuse_gradients,
+    "__array__": _read_only_array,
     "numpy": _read_only_array,
 }
 """Name of a function that gets a sharded tensor or a view anywhere -> what runs in its place."""

@@ -1,8 +1,8 @@
 """Steps of optimizers on sharded parameters. Optimizers keep the user's parameters and state.
 
     optimizer.step()
-    ├── BeforeStep.PLACE of all optimizers     refuses lost gradients; adds the hooks below, which
-    │                                          run last: all other hooks see full tensors
+    ├── BeforeStep.PLACE of all optimizers     refuses lost gradients; puts the hooks below next to
+    │                                          the step: all other hooks see full tensors
     │   pre-hook of this optimizer             cuts full state; parameters, gradients and state
     │   │                                      become rows, if the step is by element
     │   │   the step itself                    torch's own kernels, as on any plain tensors
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from parallelize.backends.fsdp.calls import ShardedTensor, stand_for
 from parallelize.backends.fsdp.full_tensors import ShardedParameter
@@ -67,7 +68,10 @@ class Steps:
 
     def __init__(self, check: Callable[[torch.optim.Optimizer], None]) -> None:
         self._check = check
-        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # The hooks of each optimizer: the one before its step, and the one after it.
+        self._handles: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, tuple[RemovableHandle, RemovableHandle]
+        ] = weakref.WeakKeyDictionary()
         self._on_rows: _StepOnRows | None = None
         # Where the sharded tensors of the running step are noted; None: no step runs.
         self._registry: ShardedTensors | None = None
@@ -79,18 +83,26 @@ class Steps:
         self._hooks.close()
 
     def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Hook the optimizer itself: its own hooks run after those of all optimizers."""
+        """Hook the optimizer itself, next to its step: the user's hooks may be older or newer."""
+        # A step that has raised has called no post-hook.
+        self.end()
         if not _sharded_parameters(optimizer):
             return
         self._check(optimizer)
-        if optimizer not in self._hooked:
-            self._hooked.add(optimizer)
-            self._hooks.callback(optimizer.register_step_pre_hook(self._begin).remove)
-            self._hooks.callback(optimizer.register_step_post_hook(self.end).remove)
+        if optimizer not in self._handles:
+            begin = optimizer.register_step_pre_hook(self._begin)
+            end = optimizer.register_step_post_hook(self.end)
+            self._handles[optimizer] = (begin, end)
+            self._hooks.callback(begin.remove)
+            self._hooks.callback(end.remove)
+        begin, end = self._handles[optimizer]
+        # torch keeps an OrderedDict of each, and annotates it as a dict.
+        hooks_before: Any = optimizer._optimizer_step_pre_hooks
+        hooks_before.move_to_end(begin.id)
+        hooks_after: Any = optimizer._optimizer_step_post_hooks
+        hooks_after.move_to_end(end.id, last=False)
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # A step that has raised has called no post-hook.
-        self.end()
         parameters = _sharded_parameters(optimizer)
         if not parameters:
             return

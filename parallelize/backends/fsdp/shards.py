@@ -83,8 +83,16 @@ def changes_of(shards: Iterable[Any]) -> int:
 
 def share_version(shard: Any, source: Any) -> None:
     """Let a shard have the version of another one, if it has the same rows."""
-    if shard._local_tensor.data_ptr() == source._local_tensor.data_ptr():
+    # All empty tensors have one address. Where the last rank has no rows, it alone would take a
+    # copy for the same rows, and then it alone would gather again.
+    if storage_of(shard._local_tensor) == storage_of(source._local_tensor):
         record_of(shard).version = record_of(source).version
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that only tensors with one memory have in common, while they live."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def dtensor_of(rows: torch.Tensor, like: Any, mesh: Any = None) -> Any:
