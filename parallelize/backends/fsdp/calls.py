@@ -212,8 +212,7 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if _is_exact_on_rows(call):
         return _run_on_rows(call)
     if _takes_full_operand(call):
-        args, kwargs = _with_cut_operands(call)
-        return run(function, args, kwargs)
+        return _run_with_cut_operands(call)
     if "foreach_" in name and len(target) > 1:
         return _run_one_by_one(call)
     return run_on_full(call)
@@ -389,13 +388,13 @@ def _is_exact_on_rows(call: Call) -> bool:
         return False
     if not all(isinstance(tensor, Sharded) for tensor in targets):
         return False
-    operands = _tensors((tuple(call.args[1:]), call.kwargs))
+    operands = _tensors((call.args[1:], call.kwargs))
     return all(isinstance(tensor, Sharded) or _is_plain_number(tensor) for tensor in operands)
 
 
 def _run_on_rows(call: Call) -> Any:
     """Let DTensor run the function on the rows, and note what it has written to."""
-    args, kwargs = map_leaves(_shard_of, (tuple(call.args), call.kwargs))
+    args, kwargs = map_leaves(_shard_of, (call.args, call.kwargs))
     result = call.function(*args, **kwargs)
     if call.name == NORMS_OF_LIST:
         return _norms(result)
@@ -433,7 +432,7 @@ def _takes_full_operand(call: Call) -> bool:
     target = call.target
     if not (isinstance(target, Sharded) and is_in_place(call.name) and is_by_element(call.name)):
         return False
-    operands = _tensors((tuple(call.args[1:]), call.kwargs))
+    operands = _tensors((call.args[1:], call.kwargs))
     if "out" in call.kwargs or _is_tracked([target.shard, *operands]):
         return False
     return all(
@@ -446,11 +445,8 @@ def _has_shape(operand: torch.Tensor, target: Sharded) -> bool:
     return not isinstance(operand, FullView) and operand.shape == target.shard.shape
 
 
-def _with_cut_operands(call: Call) -> tuple[Any, Any]:
-    """Return the arguments of a call, with sharded tensors in place of its plain operands.
-
-    The values are those of rank 0.
-    """
+def _run_with_cut_operands(call: Call) -> Any:
+    """Run a function with sharded tensors, of rank 0's values, in place of its plain operands."""
     target = call.target
 
     def cut(value: Any) -> Any:
@@ -458,8 +454,8 @@ def _with_cut_operands(call: Call) -> tuple[Any, Any]:
             return value
         return stand_for(shard_like(value, target.shard, source=0), target.registry)
 
-    args, kwargs = map_leaves(cut, (tuple(call.args[1:]), call.kwargs))
-    return (target, *args), kwargs
+    operands, kwargs = map_leaves(cut, (call.args[1:], call.kwargs))
+    return run(call.function, (target, *operands), kwargs)
 
 
 def _run_one_by_one(call: Call) -> list[Any] | None:
@@ -543,7 +539,7 @@ def run_on_full(call: Call) -> Any:
     """Run a function on full tensors, and write what it has changed back to the shards."""
     operands = _FullOperands(_tensors((call.args, call.kwargs)))
     # The operands are known by their ids, so that these have to live until the results are known.
-    args, kwargs = map_leaves(operands.full, (tuple(call.args), call.kwargs))
+    args, kwargs = map_leaves(operands.full, (call.args, call.kwargs))
     result = call.function(*args, **kwargs)
     operands.write_back()
     return map_leaves(operands.result, result)

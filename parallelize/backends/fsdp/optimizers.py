@@ -32,7 +32,6 @@ from torch.utils.hooks import RemovableHandle
 from parallelize.backends.fsdp.calls import ShardedTensor, stand_for
 from parallelize.backends.fsdp.full_tensors import ShardedParameter
 from parallelize.backends.fsdp.shards import dtensor_of, mark_changed, shard_like
-from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.step import BeforeStep, before_step, parameters_of
 
 # Files of torch.optim with steps that compute each element from the same element of the parameter,
@@ -47,16 +46,18 @@ _BY_ELEMENT = frozenset(
 
 
 @dataclass(frozen=True)
-class _StepOnRows:
-    """A step that is running on rows.
+class _Step:
+    """A step that is running.
 
     Attributes:
         optimizer: makes the step.
-        parameters: its sharded parameters, which are rows for the time of the step.
+        parameters: its sharded parameters, of which it has one at least.
+        is_on_rows: whether they, their gradients and their state are rows until the step ends.
     """
 
     optimizer: torch.optim.Optimizer
     parameters: list[Any]
+    is_on_rows: bool
 
 
 class Steps:
@@ -72,9 +73,7 @@ class Steps:
         self._handles: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, tuple[RemovableHandle, RemovableHandle]
         ] = weakref.WeakKeyDictionary()
-        self._on_rows: _StepOnRows | None = None
-        # Where the sharded tensors of the running step are noted; None: no step runs.
-        self._registry: ShardedTensors | None = None
+        self._running: _Step | None = None
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(before_step(BeforeStep.PLACE, self._before))
 
@@ -106,30 +105,27 @@ class Steps:
         parameters = _sharded_parameters(optimizer)
         if not parameters:
             return
-        self._registry = parameters[0].registry
-        self._registry.begin_step(parameters[0])
+        parameters[0].registry.begin_step(parameters[0])
         for parameter in parameters:
-            _cut_state(optimizer.state.get(parameter, {}), parameter)
+            _cut_state(parameter, optimizer.state.get(parameter, {}))
         # A closure runs the user's code, which sees full tensors.
         has_closure = len(args) > 1 or bool(kwargs)
-        if type(optimizer).step.__module__ not in _BY_ELEMENT or has_closure:
-            return
-        self._on_rows = _StepOnRows(optimizer, parameters)
-        for parameter in parameters:
-            _turn_into_rows(parameter, optimizer.state.get(parameter, {}))
+        is_on_rows = type(optimizer).step.__module__ in _BY_ELEMENT and not has_closure
+        self._running = _Step(optimizer, parameters, is_on_rows)
+        if is_on_rows:
+            for parameter in parameters:
+                _turn_into_rows(parameter, optimizer.state.get(parameter, {}))
 
     def end(self, *_: Any) -> None:
-        """Turn rows into sharded tensors again, if a step has turned them into rows."""
-        if self._registry is not None:
-            self._registry.end_step()
-            self._registry = None
-        if self._on_rows is None:
+        """End the running step, if there is one: its rows become sharded tensors again."""
+        step = self._running
+        if step is None:
             return
-        for parameter in self._on_rows.parameters:
-            parameter.grad = None
-            parameter.__class__ = ShardedParameter
-            _turn_into_shards(self._on_rows.optimizer.state.get(parameter, {}), parameter)
-        self._on_rows = None
+        self._running = None
+        step.parameters[0].registry.end_step()
+        if step.is_on_rows:
+            for parameter in step.parameters:
+                _turn_into_shards(parameter, step.optimizer.state.get(parameter, {}))
 
 
 def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -138,7 +134,7 @@ def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-def _cut_state(state: dict[Any, Any], parameter: Any) -> None:
+def _cut_state(parameter: Any, state: dict[Any, Any]) -> None:
     """Cut the full tensors in an optimizer's state of a parameter."""
     for key, value in state.items():
         if _has_shape(value, parameter.shard.shape):
@@ -159,8 +155,11 @@ def _turn_into_rows(parameter: Any, state: dict[Any, Any]) -> None:
             value.__class__ = torch.Tensor  # type: ignore[assignment]  # for the time of the step
 
 
-def _turn_into_shards(state: dict[Any, Any], parameter: Any) -> None:
-    """Turn the rows in an optimizer's state of a parameter into sharded tensors."""
+def _turn_into_shards(parameter: Any, state: dict[Any, Any]) -> None:
+    """Turn the rows of a parameter and of its state into sharded tensors."""
+    # The shard has the gradient.
+    parameter.grad = None
+    parameter.__class__ = ShardedParameter
     for key, value in state.items():
         if not _has_shape(value, parameter.shard._local_tensor.shape):
             continue
