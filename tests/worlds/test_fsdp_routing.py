@@ -240,12 +240,15 @@ def steps_of(model: nn.Module, batch: Callable[[int], torch.Tensor]) -> list[Any
     return seen
 
 
-def check_model(make: Make, backend: Any) -> None:
+Train = Callable[[nn.Module, Callable[[int], torch.Tensor]], Any]
+
+
+def check_model(make: Make, backend: Any, train: Train = steps_of) -> None:
     """The weights, and which parameters have no gradient, are those of one process."""
     alone, model = seeded(make), seeded(make)
-    expected = steps_of(alone, whole_batch)
+    expected = train(alone, whole_batch)
     with parallel_model(model, backend=backend):
-        found = steps_of(model, lambda step: whole_batch(step).chunk(2)[rank() % 2])
+        found = train(model, lambda step: whole_batch(step).chunk(2)[rank() % 2])
     assert found == expected
     torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=1e-6, atol=1e-8)
 
@@ -277,9 +280,45 @@ MODELS: dict[str, tuple[Make, Any]] = {
     "recurrent": (Recurrent, FSDP),
 }
 
+
+
+def steps_by(loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Train:
+    """Return how to train with a loss of the program's own."""
+
+    def train(model: nn.Module, batch: Callable[[int], torch.Tensor]) -> list[Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
+        seen: list[Any] = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch(step)).backward()
+            seen.append([parameter.grad is not None for parameter in model.parameters()])
+            optimizer.step()
+        return seen
+
+    return train
+
+
+def loss_and_input_gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The inputs need gradients, as those of an attack or of an earlier model do."""
+    return model(x.requires_grad_()).square().mean()
+
+
+def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss with a penalty of the gradient of the inputs."""
+    output = model(x.requires_grad_())
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + gradient.square().sum(1).mean()
+
+
+LOSSES = {"inputs with gradients": loss_and_input_gradient, "penalty": penalized}
+
 check = Checks(processes=2, timeout=120)
 for each_name, (make, backend) in MODELS.items():
     check[each_name] = functools.partial(check_model, make, backend)
+for loss_name, loss_of in LOSSES.items():
+    for model_name, make in {"experts": Mixtures, "units": Alone}.items():
+        train = steps_by(loss_of)
+        check[f"{loss_name}, {model_name}"] = functools.partial(check_model, make, FSDP, train)
 
 
 class Methods(nn.Module):

@@ -165,9 +165,14 @@ class BackwardOrder:
         self._prefetch()
 
     def _reduce_root(self, *hooked: Any) -> None:
-        """Reduce the gradients of the root at the end of a pass, as all ranks do."""
+        """Reduce the gradients of the root at the end of a pass, as all ranks do.
+
+        fully_shard would reduce them where the gradient of an input of the model is ready. Then
+        other ranks may still make steps of units.
+        """
         assert self._root is not None
-        self._reduce_now(self._root, *hooked, is_planned=bool(self._passed))
+        if self._forward is None:
+            self._reduce_now(self._root, *hooked, is_planned=bool(self._passed))
 
     def _reduce_now(self, unit: Unit, *hooked: Any, is_planned: bool) -> None:
         if self._accumulates:
