@@ -94,6 +94,21 @@ class Alone(nn.Module):
         return self.head(self.mixture(x))
 
 
+class CheckpointedWhole(nn.Module):
+    """A mixture is computed again in backward, with all units in it."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.mixture = Mixture()
+        self.head = nn.Linear(6, 1)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.mixture, self.stem(x), use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
 class Nested(nn.Module):
     """Experts in lists of lists, chosen by group, then in the group."""
 
@@ -281,7 +296,6 @@ MODELS: dict[str, tuple[Make, Any]] = {
 }
 
 
-
 def steps_by(loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Train:
     """Return how to train with a loss of the program's own."""
 
@@ -310,7 +324,33 @@ def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + gradient.square().sum(1).mean()
 
 
-LOSSES = {"inputs with gradients": loss_and_input_gradient, "penalty": penalized}
+def penalized_alone(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The penalty is of a second forward, whose outputs have no gradients (R1 of discriminators)."""
+    loss = model(x).square().mean()
+    flipped = x.flip(1).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(flipped).sum(), flipped, create_graph=True)
+    return loss + gradient.square().sum(1).mean()
+
+
+def hooked_parameters(model: nn.Module, batch: Callable[[int], torch.Tensor]) -> list[Any]:
+    """Return which parameters have had a hook called, as that of an optimizer in backward, in each step."""
+    names: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+    names_of_steps = []
+    for step in range(4):
+        names.clear()
+        model(batch(step)).square().mean().backward()
+        names_of_steps.append(sorted(set(names)))
+        model.zero_grad()
+    return names_of_steps
+
+
+LOSSES = {
+    "inputs with gradients": loss_and_input_gradient,
+    "penalty": penalized,
+    "penalty of a second forward": penalized_alone,
+}
 
 check = Checks(processes=2, timeout=120)
 for each_name, (make, backend) in MODELS.items():
@@ -319,6 +359,11 @@ for loss_name, loss_of in LOSSES.items():
     for model_name, make in {"experts": Mixtures, "units": Alone}.items():
         train = steps_by(loss_of)
         check[f"{loss_name}, {model_name}"] = functools.partial(check_model, make, FSDP, train)
+check["hooks of parameters"] = functools.partial(check_model, Mixtures, FSDP, hooked_parameters)
+for is_reentrant in (False, True):
+    make = functools.partial(CheckpointedWhole, use_reentrant=is_reentrant)
+    kept = FSDPBackend(blocks=[nn.Sequential], reshard_after_forward=False)
+    check[f"kept, checkpointed whole, {is_reentrant}"] = functools.partial(check_model, make, kept)
 
 
 class Methods(nn.Module):
@@ -353,12 +398,17 @@ def test_a_check_holds_on_all_ranks(name: str) -> None:
     check.assert_holds(name)
 
 
-def test_copies_of_shards_on_four_ranks() -> None:
-    """Two ranks of each copy route their data on their own; the copies have the same gradients."""
+def test_four_ranks() -> None:
+    """Two ranks of each copy route their data on their own; the copies have the same gradients.
+
+    If two ranks hold a unit after forward, all ranks gather it for a backward in which they differ.
+    """
 
     @distributed(processes=4)
     def run() -> None:
-        for make in (Mixtures, Alone, Dropped):
-            check_model(make, FSDPBackend(shard_over=2))
+        for options in ({"shard_over": 2}, {"reshard_after_forward": 2}):
+            for make in (Mixtures, Alone, Dropped, Recurrent):
+                check_model(make, FSDPBackend(**options))
+            check_model(Outer, FSDPBackend(blocks=[Mixture, nn.Sequential], **options))
 
     run()

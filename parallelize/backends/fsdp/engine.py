@@ -145,7 +145,11 @@ class FSDPEngine(Engine):
         """Let all ranks gather and reduce the same units, whichever of them a rank uses."""
         units, root = units_in_order(self._inner, self._stand_in.groups)
         self._backward_order = BackwardOrder(units, root, self._stand_in.states())
-        self._forward_order = ForwardOrder(units, self._backward_order.gather_for_recomputation)
+        self._forward_order = ForwardOrder(
+            units,
+            recomputed=self._backward_order.gather_for_recomputation,
+            hook=self._backward_order.hook_tensors,
+        )
 
     def _begin_forwards(self) -> None:
         """Set what changes from forward to forward."""
@@ -267,7 +271,7 @@ class FSDPEngine(Engine):
             bases.append(leaf if base is None else base)
         forward = self._forward_order.forward
         if forward is not None and torch.is_grad_enabled():
-            self._backward_order.hook_outputs(forward, bases)
+            self._backward_order.hook_tensors(forward, bases)
         return bases
 
     def _before_step(self, *_: Any) -> None:

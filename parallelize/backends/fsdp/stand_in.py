@@ -286,7 +286,7 @@ class StandIn:
         """
         for group in self.groups.values():
             if group.is_unsharded:
-                _register_gathered(group)
+                register_gathered(group)
 
     def register_originals(self) -> None:
         """Register the originals after a forward: FSDP2 leaves the root's parameters gathered."""
@@ -306,7 +306,7 @@ class StandIn:
             _module_state_mapping.pop(module, None)
 
 
-def _register_gathered(group: Any) -> None:
+def register_gathered(group: Any) -> None:
     """Register the parameters of a group that is gathered."""
     for record in group.fsdp_params:
         record._setattr_on_modules(record.unsharded_param)
@@ -328,7 +328,7 @@ def _gather_for_backward(group: Any, gather: Callable[..., None], *arguments: An
     was_gathered = group.is_unsharded
     gather(*arguments)
     if was_gathered:
-        _register_gathered(group)
+        register_gathered(group)
 
 
 def _state_of(module: nn.Module) -> Any:

@@ -1,7 +1,7 @@
 """The backward of units: the same steps on all ranks, zeros for what a rank has not used.
 
 A backward goes through the forwards of the model, the latest first. Each of them begins with a
-gradient of its output, and ends with the next one or with the pass:
+gradient of an output, or of a unit's input, and ends with the next one or with the pass:
 
     by script    if all ranks have gone through the same units in forward. When fully_shard gathers
                  or reduces a unit, the steps before that one are made first: this rank has no
@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributions import Distribution
 
 from parallelize.agreement.fingerprint import comparison_group, rows_of_ranks
+from parallelize.backends.fsdp.stand_in import register_gathered
 from parallelize.backends.fsdp.unit_order import (
     ENDED,
     Action,
@@ -36,6 +37,7 @@ from parallelize.backends.fsdp.unit_order import (
     Unit,
     bound_to_unit,
     gather_again,
+    gather_from_all_ranks,
     refuse_different,
 )
 from parallelize.hang_detection.waiting import waiting_for
@@ -105,8 +107,12 @@ class BackwardOrder:
             self.settle()
         self._is_closed = True
 
-    def hook_outputs(self, forward: Forward, leaves: Sequence[Any]) -> None:
-        """Let the backward of a forward begin with the first gradient of its outputs."""
+    def hook_tensors(self, forward: Forward, leaves: Sequence[Any]) -> None:
+        """Let the backward of a forward begin with a gradient of one of these.
+
+        They are outputs of the model, and what units take and return: a penalty of a gradient may
+        reach a unit without passing the outputs of the model, or those of the unit.
+        """
 
         def begin(_gradient: torch.Tensor) -> None:
             self._begin(forward)
@@ -131,6 +137,10 @@ class BackwardOrder:
         """Let all ranks gather a unit whose forward a checkpoint repeats in backward."""
         if self._forward is not None and not self._forward.is_alike:
             self._await_gather(unit)
+        if unit.group.is_unsharded:
+            # fully_shard registers parameters only when it gathers them. Of a unit that is still
+            # gathered from forward, the originals are registered since.
+            register_gathered(unit.group)
 
     def _gather(self, unit: Unit, _prefetches: bool, *hooked: Any) -> None:  # noqa: FBT001  # torch's
         """Gather a unit before its backward, when all ranks do. Called by fully_shard."""
@@ -245,6 +255,7 @@ class BackwardOrder:
         if not unit.group.is_unsharded:
             self._vote(Step(Action.GATHER, unit))
             self._use.steps.append(Step(Action.GATHER, unit))
+            gather_from_all_ranks(unit)
 
     def _vote(self, step: Step | None) -> None:
         """Stand in for steps until it is the turn of this rank's, or until no rank has one."""
@@ -305,6 +316,8 @@ class _UseOfParameters:
             return
         self.steps.append(Step(Action.REDUCE, unit))
         self._used |= used
+        if any(parameter.sharded_param._post_accumulate_grad_hooks for parameter in trained):
+            trained = _used_by_any_rank(trained, used)
         for parameter in trained:
             if parameter in used:
                 continue
@@ -386,6 +399,22 @@ class _Exchange:
         for row in table[1:, 1:].tolist():
             words = [word | word_of_rank for word, word_of_rank in zip(words, row, strict=True)]
         return words
+
+
+def _used_by_any_rank(parameters: Sequence[FSDPParam], used: set[FSDPParam]) -> list[FSDPParam]:
+    """Return the parameters of a unit that some rank has used; a collective.
+
+    A hook of the program's on a parameter runs when the unit is reduced, so that it would get zeros
+    for what no rank has used, before the exchange after the pass. An optimizer in it would decay.
+    """
+    flags = [parameter in used for parameter in parameters]
+    with waiting_for("the backward of the model"):
+        table = rows_of_ranks(torch.tensor(flags, dtype=torch.int64))
+    used_by_any_rank = []
+    for parameter, is_used in zip(parameters, table.any(dim=0).tolist(), strict=True):
+        if is_used:
+            used_by_any_rank.append(parameter)
+    return used_by_any_rank
 
 
 def _state_of(steps: Sequence[Step]) -> int:

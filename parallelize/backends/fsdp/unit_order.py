@@ -162,11 +162,18 @@ class ForwardOrder:
     Args:
         units: the units of the model, in the order of its modules.
         recomputed: called before a checkpoint repeats the forward of a unit in backward.
+        hook: hooks inputs and outputs of units: a gradient of one begins the forward's backward.
     """
 
-    def __init__(self, units: Sequence[Unit], recomputed: Callable[[Unit], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        recomputed: Callable[[Unit], None],
+        hook: Callable[[Forward, Sequence[Any]], None],
+    ) -> None:
         self._units = units
         self._recomputed = recomputed
+        self._hook = hook
         self._scripts: dict[ForwardMode, tuple[Unit, ...] | None] = {}
         self._open: dict[Unit, _Visit] = {}
         self.forward: Forward | None = None
@@ -207,7 +214,11 @@ class ForwardOrder:
             forward.gathered.append(unit)
             forward.bounds.append((visit, Action.REDUCE))
             self._open[unit] = visit
-        return unit.pre_forward(module, args, kwargs)
+            gather_from_all_ranks(unit)
+        inputs = unit.pre_forward(module, args, kwargs)
+        if forward is not None and torch.is_grad_enabled() and not is_in_backward():
+            self._hook(forward, leaves(inputs))
+        return inputs
 
     def _leave(self, unit: Unit, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Note the end of the forward of a unit. Called by fully_shard."""
@@ -215,6 +226,8 @@ class ForwardOrder:
         if visit is not None and self.forward is not None:
             visit.needs_backward = torch.is_grad_enabled() and _has_graph(output)
             self.forward.bounds.append((visit, Action.GATHER))
+            if visit.needs_backward:
+                self._hook(self.forward, leaves(output))
         return unit.post_forward(module, inputs, output)
 
     def _meet(self, forward: Forward, unit: Unit) -> None:
@@ -254,6 +267,7 @@ class ForwardOrder:
             if unit.group.post_forward_mesh_info is not None:
                 gather_again(unit)
             return
+        gather_from_all_ranks(unit)
         unit.pre_forward(unit.module, (), {})
         unit.post_forward(unit.module, (), None)
 
@@ -301,6 +315,15 @@ class ForwardOrder:
             refuse_different(forward.mode.method, [unit.name for unit in forward.gathered])
         numbers: list[int] = table[:, 1].tolist()
         return numbers
+
+
+def gather_from_all_ranks(unit: Unit) -> None:
+    """Let fully_shard gather a unit from all ranks, as those do that stand in.
+
+    With reshard_after_forward=2, it would gather what it has gathered before from two ranks alone.
+    """
+    if unit.group.is_sharded_post_forward:
+        unit.group._to_sharded()  # type: ignore[no-untyped-call]  # torch's
 
 
 def gather_again(unit: Unit) -> None:
