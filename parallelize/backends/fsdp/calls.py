@@ -9,6 +9,8 @@
     ├── METHODS           what has an answer of its own, such as hooks and attributes
     ├── FUNCTIONS         the same, for calls on views as well
     ├── on rows           functions by element, of shards that are cut alike and of plain numbers
+    ├── with cut operands functions by element that write a full tensor into a sharded one: its
+    │                     rows are sent, as rank 0 has them, and the function runs on rows
     ├── one by one        functions of lists, such as those of optimizers with foreach=True
     └── on full tensors   all others. Operands are gathered. What the function has written goes back
                           to the shards, as rank 0 has it: random numbers are rank 0's
@@ -222,10 +224,7 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _ask_shard(call: Call) -> Any:
-    """Return a fact, which the shard knows: it has the shape of the full tensor.
-
-    Or delete an attribute, which is `grad`.
-    """
+    """Call the function on the shard, which has the shape of the full tensor, and the gradient."""
     return call.function(call.target.shard, *call.args[1:], **call.kwargs)
 
 
