@@ -391,6 +391,21 @@ def different_methods_are_refused() -> None:
             method(whole_batch(0))
 
 
+@check
+def a_forward_that_fails_at_other_blocks_is_named() -> None:
+    """Ranks that catch an error of a forward have gathered other experts: the next forward says that one has failed."""
+    model = seeded(Alone)
+    with parallel_model(model, backend="fsdp"):
+        model(whole_batch(0).chunk(2)[rank()])
+        if rank() == 0:
+            handle = model.mixture.experts[0].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(whole_batch(0))
+            handle.remove()
+        with pytest.raises(SyncError, match=r"(?s)different blocks.*rank 0, in forward, after a call that has failed"):
+            model(whole_batch(0))
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in evaluation
 @pytest.mark.parametrize("name", check)
 def test_a_check_holds_on_all_ranks(name: str) -> None:

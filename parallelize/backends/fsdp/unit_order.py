@@ -177,6 +177,8 @@ class ForwardOrder:
         self._scripts: dict[ForwardMode, tuple[Unit, ...] | None] = {}
         self._open: dict[Unit, _Visit] = {}
         self.forward: Forward | None = None
+        # Whether a forward has raised an error. Other ranks may have gathered more, or less, of it.
+        self._has_failed = False
         for unit in units:
             group: Any = unit.group
             group.pre_forward = bound_to_unit(self._enter, unit)
@@ -199,6 +201,9 @@ class ForwardOrder:
         try:
             yield forward
             self._end(forward)
+        except Exception:
+            self._has_failed = True
+            raise
         finally:
             self.forward = None
             self._open.clear()
@@ -312,7 +317,10 @@ class ForwardOrder:
         with waiting_for(f"the next block of the model in {forward.mode.method}"):
             table = rows_of_ranks(torch.tensor([state, number]))
         if bool((table[:, 0] != state).any()):
-            refuse_different(forward.mode.method, [unit.name for unit in forward.gathered])
+            action = forward.mode.method
+            if self._has_failed:
+                action += ", after a call that has failed"
+            refuse_different(action, [unit.name for unit in forward.gathered])
         numbers: list[int] = table[:, 1].tolist()
         return numbers
 
@@ -353,7 +361,8 @@ def refuse_different(action: str, names: Sequence[str]) -> None:
     raise SyncError(
         f"the ranks have gathered different blocks of the model (the latest of each: {lines})",
         why="under fsdp a forward or backward gathers parameters from all ranks, so that each rank "
-        "has to call the same method, with or without gradients",
+        "has to call the same method, with or without gradients; a call that fails, if the program goes on, "
+        "has to fail on all ranks before the same block",
         fix="call the same methods of the model on all ranks, or use backend='ddp'",
     )
 
