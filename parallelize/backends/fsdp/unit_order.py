@@ -361,8 +361,8 @@ def refuse_different(action: str, names: Sequence[str]) -> None:
     raise SyncError(
         f"the ranks have gathered different blocks of the model (the latest of each: {lines})",
         why="under fsdp a forward or backward gathers parameters from all ranks, so that each rank "
-        "has to call the same method, with or without gradients; a call that fails, if the program goes on, "
-        "has to fail on all ranks before the same block",
+        "has to call the same method, with or without gradients; a call that fails, if the "
+        "program goes on, has to fail on all ranks before the same block",
         fix="call the same methods of the model on all ranks, or use backend='ddp'",
     )
 
