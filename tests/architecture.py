@@ -108,7 +108,7 @@ ROOMS: Mapping[str, int] = {
     "backends": 7_927,
     "backends/auto": 4_172,
     "backends/balanced": 14_117,
-    "backends/fsdp": 17_954,
+    "backends/fsdp": 18_064,
     "block": 6_193,
     "call": 18_283,
     "checkpoint": 17_717,
@@ -122,7 +122,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 26_926,
     "plugins": 3_336,
     "precision": 8_063,
-    "run": 10_602,
+    "run": 10_575,
     "torch_patches": 7_589,
     "worker": 7_792,
 }
