@@ -49,9 +49,15 @@ from parallelize.run.user_line import user_stacklevel
 _USED_FRACTION = 0.9
 """Full values may take this much of the free memory: the program goes on after the block."""
 
-_GATHERED_COPIES = 4
-"""To gather a tensor takes as much as this many copies of it: the result, the same with rows that
-pad those of the last rank, this rank's padded rows, and a buffer of gloo."""
+_COPIES_OF_EVEN_ROWS = 1
+"""To gather a tensor whose rows are equally many on all ranks takes the memory of the result."""
+
+_COPIES_OF_UNEVEN_ROWS = 3
+"""Otherwise it takes as much as this many copies: the result, the same with rows that pad those of
+the last rank, and this rank's padded rows."""
+
+_COPIES_OF_GLOO = 1
+"""On the CPU, gloo takes a buffer of the size of the result."""
 
 _LOOKS = 3
 """The ranks look at most this often for tensors that are alive, if these differ."""
@@ -291,8 +297,15 @@ def _label_of_gradient(label: str) -> str:
 
 def _bytes_to_gather(shards: Sequence[Any]) -> int:
     """Return the bytes that it takes to gather one of these tensors."""
-    largest_bytes = max((shard.nbytes for shard in shards), default=0)
-    return _GATHERED_COPIES * largest_bytes
+    most_bytes = 0
+    for shard in shards:
+        mesh = shard.device_mesh
+        is_even = shard.shape[0] % mesh.size(mesh.ndim - 1) == 0
+        copies = _COPIES_OF_EVEN_ROWS if is_even else _COPIES_OF_UNEVEN_ROWS
+        if mesh.device_type == "cpu":
+            copies += _COPIES_OF_GLOO
+        most_bytes = max(most_bytes, copies * shard.nbytes)
+    return most_bytes
 
 
 def _agree_on(labels: list[str]) -> _Agreement:
