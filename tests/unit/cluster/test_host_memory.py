@@ -50,9 +50,7 @@ IN_A_CONTAINER = {
         pytest.param({**IN_A_CONTAINER, "cgroups/memory.current": "400000"}, 0, id="all taken"),
     ],
 )
-def test_the_least_of_all_limits_counts(
-    files: Mapping[str, str], expected: float, tmp_path: Path
-) -> None:
+def test_the_least_of_all_limits_counts(files: Mapping[str, str], expected: float, tmp_path: Path) -> None:
     """Pages of files that the kernel would free are no memory that is taken."""
     for name, text in files.items():
         path = tmp_path / name
