@@ -118,7 +118,7 @@ def test_the_watch_thread_begins_on_the_device_of_its_rank() -> None:
 def device_of_writer(folder: Path) -> int:
     model = nn.Linear(2, 2)
     with parallel_model(model), checkpoints(folder, model=model) as saved:
-        return saved._thread.submit(torch.cuda.current_device).result()
+        return saved._thread._executor.submit(torch.cuda.current_device).result()
 
 
 def test_the_thread_that_writes_checkpoints_is_on_the_device_of_its_rank(tmp_path: Path) -> None:
