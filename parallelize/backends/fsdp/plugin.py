@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 
 def _blocks(name: str, value: Any) -> tuple[type[nn.Module] | str, ...] | int:
-    """Parse classes and names of modules (one stands for a list of one), or a size."""
+    """Parse classes and names of modules, or a size.
+
+    One class stands for a list of one. A text has names that commas separate.
+    """
     selectors = value
-    if isinstance(value, (type, str)):
+    if isinstance(value, type):
         selectors = (value,)
+    if isinstance(value, str):
+        selectors = [part.strip() for part in value.split(",")]
     if not isinstance(selectors, (list, tuple)):
         return int(count(1)(name, value))
     if selectors and all(map(_is_selector, selectors)):

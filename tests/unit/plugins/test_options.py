@@ -204,6 +204,7 @@ KEPT: list[tuple[object, str, object]] = [
     (BalancedBackend(memory=[8e9, np.int64(4)]), "memory", (8_000_000_000, 4)),  # type: ignore[arg-type]  # a list
     (FSDPBackend(blocks=nn.Linear), "blocks", (nn.Linear,)),  # type: ignore[arg-type]  # one class
     (FSDPBackend(blocks=["layers.0", nn.Linear]), "blocks", ("layers.0", nn.Linear)),
+    (FSDPBackend(blocks="layers.0, layers.1"), "blocks", ("layers.0", "layers.1")),  # type: ignore[arg-type]  # a text
     (FSDPBackend(reshard_after_forward=1), "reshard_after_forward", 1),
 ]
 
