@@ -121,7 +121,7 @@ ROOMS: Mapping[str, int] = {
     "hang_detection": 10_436,
     "launchers": 26_926,
     "plugins": 3_336,
-    "precision": 8_063,
+    "precision": 8_075,
     "run": 10_575,
     "torch_patches": 7_589,
     "worker": 7_792,

@@ -49,17 +49,21 @@ class UnusedAutocast:
     def __init__(self, models: Sequence[nn.Module], *, warns: bool) -> None:
         self.is_over = not warns
         self._models = models
+        self._watching = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Watch the backward passes in the context."""
-        with subscribed(Order.BEGIN, self._before_backward):
+        """Watch the backward passes in the context, until it is over."""
+        with self._watching:
+            self._watching.enter_context(subscribed(Order.BEGIN, self._before_backward))
             yield
 
     def _before_backward(self, backward_pass: Pass, run: Run) -> None:
         if not self.is_over and self._is_in_fp32(backward_pass.roots):
             self.is_over = True
             _warn(self._models)
+        if self.is_over:
+            self._watching.close()
         run(backward_pass)
 
     def _is_in_fp32(self, roots: Sequence[Root]) -> bool:

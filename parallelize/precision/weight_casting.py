@@ -118,8 +118,19 @@ class HalfWeights:
             weights = list(chain.from_iterable(self._weights.values()))
         hiding: list[_Weight] = []
         try:
-            # If a cast runs out of memory, the list has the weights before it.
-            hiding.extend(filter(self._hide_behind_cast, weights))
+            # This is no function of one weight, which would be called once per parameter. If a cast
+            # runs out of memory, the list has the weights before it.
+            for weight in weights:
+                attributes, parameters, name = weight
+                parameter = parameters.get(name)
+                # None: it was removed inside the block, as by pruning. In `__dict__`: an outer
+                # forward has cast it.
+                if parameter is None or name in attributes:
+                    continue
+                attributes[name] = cast = parameter.to(self._dtype)
+                hiding.append(weight)
+                if cast.grad_fn is not None:
+                    cast.grad_fn._set_sequence_nr(_RUNS_FIRST)
             return call(*args, **kwargs)
         finally:
             for attributes, _, name in hiding:
@@ -135,20 +146,6 @@ class HalfWeights:
             for name, parameter in module._former_parameters.items():
                 if _is_fp32(parameter):
                     module.__dict__[name] = getattr(module, name).to(self._dtype)
-
-    def _hide_behind_cast(self, weight: _Weight) -> bool:
-        """Hide a parameter behind its cast; return whether there is a new cast."""
-        attributes, parameters, name = weight
-        parameter = parameters.get(name)
-        # None: it was removed inside the block, as by pruning. In `__dict__`: an outer forward has
-        # cast it.
-        if parameter is None or name in attributes:
-            return False
-        cast = parameter.to(self._dtype)
-        attributes[name] = cast
-        if cast.grad_fn is not None:
-            cast.grad_fn._set_sequence_nr(_RUNS_FIRST)
-        return True
 
     def recompute(self) -> None:
         """Cast parameters when they are looked up, until the running backward pass ends."""
