@@ -108,7 +108,7 @@ ROOMS: Mapping[str, int] = {
     "backends": 7_927,
     "backends/auto": 4_172,
     "backends/balanced": 14_117,
-    "backends/fsdp": 18_137,
+    "backends/fsdp": 18_143,
     "block": 6_193,
     "call": 18_283,
     "checkpoint": 17_717,

@@ -378,6 +378,9 @@ class Methods(nn.Module):
     def decode(self, x: torch.Tensor) -> torch.Tensor:
         return self.decoder[0](x)
 
+    def recode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
 
 @check
 def different_methods_are_refused() -> None:
@@ -388,6 +391,16 @@ def different_methods_are_refused() -> None:
             model.decode(model.encode(whole_batch(0)))
         method = model.decode if rank() else model.encode
         with pytest.raises(SyncError, match=r"(?s)different blocks.*in encode: encoder.0.*in decode: decoder.0"):
+            method(whole_batch(0))
+
+
+@check
+def different_methods_of_one_block_are_refused() -> None:
+    """They have gathered the same blocks: the names of the methods differ alone."""
+    model = seeded(Methods)
+    with parallel_model(model, backend="fsdp", methods=["encode", "recode"]):
+        method = model.recode if rank() else model.encode
+        with pytest.raises(SyncError, match=r"(?s)different blocks.*in encode: .*in recode: "):
             method(whole_batch(0))
 
 

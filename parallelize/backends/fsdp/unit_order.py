@@ -42,7 +42,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from parallelize.agreement.fingerprint import rows_of_ranks
+from parallelize.agreement.fingerprint import digest, rows_of_ranks
 from parallelize.agreement.gather import gather_objects
 from parallelize.errors import SyncError
 from parallelize.hang_detection.waiting import waiting_for
@@ -229,10 +229,11 @@ class ForwardOrder:
         """Note the end of the forward of a unit. Called by fully_shard."""
         visit = self._open.pop(unit, None)
         if visit is not None and self.forward is not None:
-            visit.needs_backward = torch.is_grad_enabled() and _has_graph(output)
+            outputs = leaves(output)
+            visit.needs_backward = torch.is_grad_enabled() and any(map(_has_graph, outputs))
             self.forward.bounds.append((visit, Action.GATHER))
             if visit.needs_backward:
-                self._hook(self.forward, leaves(output))
+                self._hook(self.forward, outputs)
         return unit.post_forward(module, inputs, output)
 
     def _meet(self, forward: Forward, unit: Unit) -> None:
@@ -312,8 +313,9 @@ class ForwardOrder:
             the numbers of all ranks.
         """
         indices = [unit.index for unit in forward.gathered]
-        # Hashes of integers are the same in all processes.
-        state = hash((len(forward.mode.method), forward.mode.is_trained, *indices))
+        # Hashes of integers are the same in all processes, and those of texts are not.
+        method = int(digest(forward.mode.method))
+        state = hash((method, forward.mode.is_trained, *indices))
         with waiting_for(f"the next block of the model in {forward.mode.method}"):
             table = rows_of_ranks(torch.tensor([state, number]))
         if bool((table[:, 0] != state).any()):
@@ -368,8 +370,8 @@ def refuse_different(action: str, names: Sequence[str]) -> None:
 
 
 def _has_graph(output: Any) -> bool:
-    """Whether a backward may reach a unit through its output."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(output))
+    """Whether a backward may reach a unit through one of its outputs."""
+    return isinstance(output, torch.Tensor) and output.requires_grad
 
 
 def _number_of(bounds: Sequence[tuple[_Visit, Action]]) -> int:
