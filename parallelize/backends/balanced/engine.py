@@ -13,12 +13,12 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from parallelize.agreement.gather import broadcast_object
-from parallelize.backends.balanced.batch import seeing_joined_outputs
 from parallelize.backends.balanced.microbatch import OTHER_DEVICE, Staged
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, plan, remember
 from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.transfer import place, restoring_placement, to_device
+from parallelize.backends.batches import seeing_joined_outputs
 from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.backends.model_state import named_tensors
 from parallelize.errors import ConfigError, SyncError

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from parallelize.backends.balanced.batch import (
+from parallelize.backends.balanced.microbatch import Staged
+from parallelize.backends.balanced.transfer import to_device
+from parallelize.backends.batches import (
     Batch,
     Dims,
-    RunsWhole,
+    WholeReason,
     difference,
     joined_dims,
     joined_outputs,
 )
-from parallelize.backends.balanced.microbatch import Staged
-from parallelize.backends.balanced.transfer import to_device
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
@@ -46,7 +46,7 @@ class _Kind:
     """What is known of batches that have the same mode, method and arguments."""
 
     batches: int = 0
-    reason: RunsWhole | None = None  # why they run whole
+    reason: WholeReason | None = None  # why they run whole
     dims: Dims | None = None  # how outputs are joined
 
 
@@ -65,7 +65,7 @@ class Pipeline:
     staged: Staged
     microbatches: int
     batch_dim: int
-    refusal: RunsWhole | None = None  # why the latest batch has run whole
+    refusal: WholeReason | None = None  # why the latest batch has run whole
     _kinds: dict[Any, _Kind] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)  # the refusals of which the user was warned
 
@@ -79,36 +79,42 @@ class Pipeline:
         self.refusal, kind = None, _Kind()
         # Now: a copy for each micro-batch would wait for the last stage of the one before.
         inputs = to_device(inputs, self.staged.input_device)
-        try:
-            if self.microbatches > 1:
-                batch = Batch(inputs, dim=self.batch_dim)
+        if self.microbatches > 1:
+            batch = Batch.of(inputs, self.batch_dim)
+            if isinstance(batch, WholeReason):
+                self.refusal = batch
+            else:
                 modes = self.inner.method, self.inner.model.training, torch.is_grad_enabled()
-                kind = self._kinds.setdefault((*modes, *batch.kind), kind)
-                return self._run_split(batch, kind)
-        except RunsWhole as error:
-            self.refusal = error
+                kind = self._kinds.setdefault((*modes, *batch.signature()), kind)
+                output = self._run_split(batch, kind)
+                if not isinstance(output, WholeReason):
+                    return output
+                self.refusal = output
         with self.staged.batch():
-            output = to_device(self._outputs(Batch(inputs, dim=None), 1)[0], self.staged.output_device)
+            output = to_device(self._outputs(Batch.whole(inputs), 1)[0], self.staged.output_device)
         kind.reason, text = self.refusal, str(self.refusal)  # only now: forward itself does not fail
         if self.refusal is not None and torch.is_grad_enabled() and text not in self._told:
             self._told.add(text)
             warnings.warn(f"batches like this one are not split into micro-batches: {text}", stacklevel=2)
         return output
 
-    def _run_split(self, batch: Batch, kind: _Kind) -> Any:
+    def _run_split(self, batch: Batch, kind: _Kind) -> Any | WholeReason:
         kind.batches += 1
         if kind.reason is not None:
-            raise kind.reason
+            return kind.reason
         if is_in_transform():
-            raise RunsWhole(
+            return WholeReason(
                 "forward is inside a transform of torch.func",
                 why="a transform hides the values of a batch, by which micro-batches are checked",
                 fix="transform what is computed outside of the model's forward",
             )
-        self._refuse_hooks()
+        refusal = self._refuse_hooks()
         number = kind.batches
-        if number % _CHECKED_EVERY == 0 or (number < _CHECKED_EVERY and number & (number - 1) == 0):
-            self._check(batch, kind)
+        is_checked = number % _CHECKED_EVERY == 0 or (number < _CHECKED_EVERY and number & (number - 1) == 0)
+        if refusal is None and is_checked:
+            refusal = self._check(batch, kind)
+        if refusal is not None:
+            return refusal
         # Batch norm trains on two samples at least.
         count = max(1, min(self.microbatches, batch.size // (1 + self.staged.norms.is_training)))
         tensors = self.staged.tensors
@@ -129,11 +135,13 @@ class Pipeline:
         call = self.inner.bind_method(self.inner.method, self.inner.model)
         return [self.staged.run(call, inputs) for inputs in batch.split(count)]
 
-    def _check(self, batch: Batch, kind: _Kind) -> None:
+    def _check(self, batch: Batch, kind: _Kind) -> WholeReason | None:
         """Compare some samples whole with their micro-batches, and learn how outputs are joined.
 
+        Returns why the batch runs whole: forward changes state or fails on a part of a batch, or outputs differ at
+        the first time.
+
         Raises:
-            RunsWhole: forward changes state or fails on a part of a batch, or outputs differ at the first time.
             SyncError: outputs differ, and did not before.
         """
         is_first, number, found = kind.dims is None, min(_CHECKED_SAMPLES, batch.size), None
@@ -144,19 +152,22 @@ class Pipeline:
                 if number <= 2:
                     raise
             number //= 2
+        if isinstance(found, WholeReason):
+            return found
         what = f"the output of micro-batches differs from that of the batch by {found:.3g}"
         why = "a sample's output depends on other samples, as by a limit per batch"
         fix = "compute what depends on all samples outside of the model"
         if found and is_first:
-            raise RunsWhole(what, why=why, fix=fix)
+            return WholeReason(what, why=why, fix=fix)
         if found:
             raise SyncError(
                 f"{what}, which it did not in batch 1",
                 why=f"{why}, or an attribute or argument has changed: batches up to {kind.batches} may be wrong",
                 fix=f"{fix}; or use BalancedBackend(microbatches=1), which splits no batch",
             )
+        return None
 
-    def _difference(self, samples: Batch, kind: _Kind) -> float:
+    def _difference(self, samples: Batch, kind: _Kind) -> float | WholeReason:
         """Return the difference of outputs; if they cannot be compared in these modes, that in evaluation mode."""
         state, device = ModelState(self.inner.model, self.staged.devices), self.staged.output_device
         try:
@@ -165,17 +176,25 @@ class Pipeline:
                 state.restore()
                 for each in self.inner.model.modules():
                     each.training &= not type(each).__module__.startswith(classes)
-                parts, whole = self._both(samples, state)
+                both = self._both(samples, state)
+                if isinstance(both, WholeReason):
+                    return both
+                parts, whole = both
                 dims = joined_dims(whole, parts[0])
                 kind.dims = kind.dims or dims
-                found = difference(whole, joined_outputs(parts, dims, batch=samples, device=device), dims)
+                joined = joined_outputs(parts, dims, batch=samples, device=device)
+                if isinstance(joined, WholeReason):
+                    return joined
+                found = difference(whole, joined, dims)
+                if isinstance(found, WholeReason):
+                    return found
                 if not (state.draws() or self.staged.norms.is_training):
                     return found
         finally:
             state.restore()
         return 0.0
 
-    def _both(self, samples: Batch, state: ModelState) -> tuple[list[Any], Any]:
+    def _both(self, samples: Batch, state: ModelState) -> tuple[list[Any], Any] | WholeReason:
         """Return the outputs of two micro-batches, and of all samples."""
         try:
             with warnings.catch_warnings(), self.staged.batch(is_counted=False), state.watching():
@@ -187,27 +206,28 @@ class Pipeline:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise RunsWhole(
+            return WholeReason(
                 f"forward fails on a part of the batch ({type(error).__name__})",
                 why="every tensor as long as the first one is split along the batch, also inside lists",
                 fix="give tensors that are not per sample another length, set BalancedBackend(batch_dim=...), use no "
                 "constant batch size in forward",
-            ) from error
+            )
         if changed := filled.changed():
-            raise RunsWhole(
+            return WholeReason(
                 f"forward changes {', '.join(changed[:5])} of the model",
                 why="each micro-batch would change it",
                 fix="change it outside of forward, and pass values between modules as arguments and return values",
             )
         return parts, to_device(whole, self.staged.output_device)
 
-    def _refuse_hooks(self) -> None:
+    def _refuse_hooks(self) -> WholeReason | None:
         """Refuse hooks of the user's inside the model, which may keep what they see: it would be a part."""
         for name, module in self.staged.inside:
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             if hooks and {getattr(each, "__module__", "").split(".")[0] for each in hooks} - _KEEPING_NOTHING:
-                raise RunsWhole(
+                return WholeReason(
                     f"{name} of the model has a forward hook",
                     why="it would see one micro-batch at a time",
                     fix="return what it needs from forward",
                 )
+        return None

@@ -42,7 +42,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parallelize.backends.balanced.batch import Batch, RunsWhole
 from parallelize.backends.balanced.microbatch import Staged
 from parallelize.backends.balanced.partition import split, sums
 from parallelize.backends.balanced.plan import Plan
@@ -56,6 +55,7 @@ from parallelize.backends.balanced.profiling import (
     parameter_bytes,
 )
 from parallelize.backends.balanced.transfer import place
+from parallelize.backends.batches import Batch, WholeReason
 from parallelize.backends.measuring import run_backward, seconds_of
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
@@ -118,10 +118,11 @@ class Planner:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
-            try:
-                self._batch = Batch(inputs, dim=None if self.options.microbatches == 1 else self.options.batch_dim)
-            except RunsWhole as error:
-                self._keep_whole(inputs, error)
+            batch = self._divided(inputs)
+            if isinstance(batch, WholeReason):
+                self._keep_whole(inputs, batch)
+            else:
+                self._batch = batch
             try:
                 found = replace(self._plan(), model=type(model).__name__)
             finally:
@@ -129,10 +130,15 @@ class Planner:
         _log.log(logging.INFO if found.is_split else logging.WARNING, "%s", found)
         return found
 
-    def _keep_whole(self, inputs: Any, error: Exception) -> None:
+    def _divided(self, inputs: Any) -> Batch | WholeReason:
+        if self.options.microbatches == 1:
+            return Batch.whole(inputs)
+        return Batch.of(inputs, self.options.batch_dim)
+
+    def _keep_whole(self, inputs: Any, reason: Exception | WholeReason) -> None:
         """From now on, see the batch as one sample."""
-        self._why = f"the first batch runs whole: {str(error).splitlines()[0]}"
-        self._batch = Batch(inputs, dim=None)
+        self._why = f"the first batch runs whole: {str(reason).splitlines()[0]}"
+        self._batch = Batch.whole(inputs)
 
     def _plan(self) -> Plan:
         """Make the plan; make it again if it runs out of memory."""

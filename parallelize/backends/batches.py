@@ -1,0 +1,454 @@
+"""The inputs of a model divided into parts, and the outputs of the parts joined.
+
+Three backends run a model on parts of a batch: "balanced" on micro-batches, one after another
+through a pipeline; ddp with `logical=` on as many parts as it says; "dp" on the share of each
+device. They agree on what a batch is, and differ in what they do with a value that has no parts:
+
+    inputs      divided                         other tensors and values
+    balanced    along `batch_dim`               go to each part
+    logical=    along the first dimension       go to each part
+    dp          by torch's `scatter`            go to each part
+
+    outputs     0-dim losses          0-dim others       rows of samples     other values
+    balanced    by counts of targets  equal in all       concatenated        equal in all
+    logical=    means, in a tree      equal in all       concatenated        equal in all
+    dp          by counts of targets  stacked            concatenated        of the first part
+
+If a value is not equal in all parts, logical= raises an error, and balanced runs the batch whole.
+
+Glossary:
+
+    sample     what a batch has several of; a part of a batch has some of them
+    leaf       a value in the containers of inputs or outputs
+    dim        of a leaf: the dimension in which it is divided or joined; None: it has no parts
+    column     the leaves at one position of the outputs of all parts
+    whole      a batch runs whole if it is not divided
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from parallelize.errors import Fault
+from parallelize.gradients.target_counts import (
+    LossCount,
+    Number,
+    attach_count,
+    join_weights,
+    number_on,
+)
+from parallelize.run.containers import leaves, map_leaves, with_leaves
+from parallelize.torch_patches.gradients_by_parts import Parts, gradients_by_parts
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a model."""
+
+Dims = Sequence[int | None]
+"""For each leaf: the dimension in which it is divided or joined; None: it has no parts."""
+
+_UNCHANGED_TYPES = (
+    *(Enum, type, nn.Module),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
+)
+"""Types of objects that have attributes, and that no forward changes."""
+
+_ROUNDING = 1e-3
+"""Largest difference of outputs that is rounding, relative to the largest value."""
+
+_ROUNDING_OF_HALF = 5e-2
+"""As `_ROUNDING`, for outputs that were computed in half precision."""
+
+_PARTS = "parallelize: parts of a joined output"
+
+
+@dataclass(frozen=True)
+class WholeReason(Fault):
+    """Why a batch runs whole: its micro-batches would not compute what the batch does."""
+
+    def __str__(self) -> str:
+        never = "use BalancedBackend(microbatches=1), which splits no batch, or backend='ddp'"
+        return str(Fault(self.what, self.why, f"{self.fix}; or {never}"))
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The inputs of a model, and how they are divided.
+
+    Args:
+        inputs: the arguments of the model.
+        dims: the dimension in which each leaf is divided.
+        size: number of samples.
+    """
+
+    inputs: Inputs
+    dims: Dims
+    size: int
+
+    @classmethod
+    def whole(cls, inputs: Inputs) -> Batch:
+        """Return a batch that is not divided, as if all of it were one sample."""
+        return cls(inputs, dims=[None] * len(leaves(inputs)), size=1)
+
+    @classmethod
+    def of(cls, inputs: Inputs, dim: int) -> Batch | WholeReason:
+        """Return a batch of micro-batches, or why it has none.
+
+        A 1-D tensor has one number for each sample, such as its length: it is divided along its
+        only dimension. Other tensors are divided along `dim`. A tensor that is not as long as the
+        batch goes to each micro-batch.
+
+        Args:
+            inputs: the arguments of the model.
+            dim: the batch dimension. The first tensor that has it tells the number of samples.
+        """
+        batch_dims = []
+        size = None
+        for leaf in leaves(inputs):
+            if _has_no_slices(leaf):
+                return WholeReason(
+                    f"an argument of the model is a {type(leaf).__name__} that is no dense tensor",
+                    why="it has no slices of samples, and micro-batches would see what others have "
+                    "left in it",
+                    fix="pass dense tensors, alone or in containers, and pack or convert them in "
+                    "forward",
+                )
+            batch_dim = _batch_dim(leaf, dim)
+            batch_dims.append(batch_dim)
+            if size is None and batch_dim == dim:
+                size = leaf.shape[dim]
+        if size is None:
+            return WholeReason(
+                f"no argument of the model has a dimension {dim}",
+                why="batches are split along their batch dimension",
+                fix="pass tensors, alone or in containers; set their batch dimension: "
+                "BalancedBackend(batch_dim=1)",
+            )
+        dims: list[int | None] = []
+        for leaf, batch_dim in zip(leaves(inputs), batch_dims, strict=True):
+            is_divided = batch_dim is not None and leaf.shape[batch_dim] == size
+            dims.append(batch_dim if is_divided else None)
+        return cls(inputs, dims, size)
+
+    def signature(self) -> tuple[Any, ...]:
+        """Return what is equal for batches that are called and divided alike.
+
+        It has the names and types of the arguments, the values of Booleans, and which tensors are
+        divided.
+        """
+        arguments: list[Any] = []
+        for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
+            arguments.append((leaf if isinstance(leaf, bool) else type(leaf), dim))
+        args, kwargs = self.inputs
+        return len(args), *kwargs, *arguments
+
+    def part(self, start: int, samples: int) -> Inputs:
+        """Return the inputs of some samples, from `start` on."""
+        leaves_of_part = []
+        for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
+            if dim is None:
+                leaves_of_part.append(leaf)
+            else:
+                # A slice, unlike an output of torch.split, may be changed in place.
+                leaves_of_part.append(leaf.narrow(dim, start, samples))
+        part: Inputs = with_leaves(self.inputs, leaves_of_part)
+        return part
+
+    def trial(self, samples: int) -> Batch:
+        """Return copies of some samples without graphs: a trial changes no object of the user's."""
+        return replace(self, inputs=map_leaves(_copied, self.part(0, samples)), size=samples)
+
+    def sizes(self, microbatches: int) -> list[int]:
+        """Return the number of samples of each micro-batch; they differ by one sample at most.
+
+        Args:
+            microbatches: their number; a batch of fewer samples has one for each sample.
+        """
+        count = min(microbatches, self.size)
+        larger = self.size % count
+        sizes = [self.size // count] * count
+        for index in range(larger):
+            sizes[index] += 1
+        return sizes
+
+    def split(self, microbatches: int) -> list[Inputs]:
+        """Return the inputs of each micro-batch."""
+        sizes = self.sizes(microbatches)
+        if len(sizes) == 1:
+            return [self.inputs]
+        parts = []
+        start = 0
+        for size in sizes:
+            parts.append(self.part(start, size))
+            start += size
+        return parts
+
+
+def _has_no_slices(leaf: Any) -> bool:
+    """Whether an argument can neither be divided nor go to each part, because it has a state.
+
+    So are sparse and nested tensors, caches that a forward fills, sets, and PackedSequence, which
+    is a tuple and no container.
+    """
+    if _is_dense(leaf) or isinstance(leaf, _UNCHANGED_TYPES):
+        return False
+    return isinstance(leaf, (torch.Tensor, tuple, set)) or hasattr(leaf, "__dict__")
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _batch_dim(leaf: Any, dim: int) -> int | None:
+    """Return `dim`, or 0 for a 1-D tensor; None: the leaf has no such dimension."""
+    if not _is_dense(leaf) or leaf.dim() == 0:
+        return None
+    if leaf.dim() == 1:
+        return 0
+    return dim if leaf.dim() > dim else None
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    if isinstance(leaf, _UNCHANGED_TYPES):
+        return leaf
+    # It may be a cache that forward fills.
+    return copy.deepcopy(leaf)
+
+
+def columns_of(outputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Return the leaves at each position of the outputs of all parts, which have equally many."""
+    return zip(*map(leaves, outputs), strict=True)
+
+
+# Outputs of balanced.
+
+
+def joined_dims(whole: Any, part: Any) -> Dims:
+    """Return in which dimension each output is joined: the first that is longer for more samples.
+
+    Args:
+        whole: the output for some samples.
+        part: the output for a part of these samples.
+    """
+    dims: list[int | None] = []
+    for leaf, leaf_of_part in zip(leaves(whole), leaves(part), strict=False):
+        dim_of_samples = None
+        if isinstance(leaf, torch.Tensor) and isinstance(leaf_of_part, torch.Tensor):
+            lengths = zip(leaf.shape, leaf_of_part.shape, strict=False)
+            for dim, (length, length_of_part) in enumerate(lengths):
+                if length != length_of_part:
+                    dim_of_samples = dim
+                    break
+        dims.append(dim_of_samples)
+    return dims
+
+
+def joined_outputs(
+    outputs: Sequence[Any], dims: Dims, *, batch: Batch, device: torch.device
+) -> Any | WholeReason:
+    """Return the output of a batch, or why the outputs of its micro-batches cannot be joined.
+
+    Args:
+        outputs: of each micro-batch.
+        dims: as `joined_dims` returns them.
+        batch: the batch of these micro-batches.
+        device: device of the result.
+    """
+    unequal = _unequal_numbers([len(dims), *(len(leaves(output)) for output in outputs)])
+    if unequal is not None:
+        return unequal
+    joined = []
+    for position, (dim, column) in enumerate(zip(dims, columns_of(outputs), strict=True)):
+        leaf = _joined_leaf(position, dim, column, batch, device)
+        if isinstance(leaf, WholeReason):
+            return leaf
+        joined.append(leaf)
+    return with_leaves(outputs[0], joined)
+
+
+def _joined_leaf(
+    position: int, dim: int | None, column: Sequence[Any], batch: Batch, device: torch.device
+) -> Any | WholeReason:
+    """Return an output of the batch, or why the micro-batches cannot tell it."""
+    first = column[0]
+    if all(leaf is first for leaf in column):
+        return first
+    if _is_loss(first):
+        sizes = batch.sizes(len(column))
+        weights, count = join_weights(column, samples=sizes, inputs=batch.inputs)
+        if count.reduction == "unknown" and not _are_equal(column):
+            why = "the number of targets that it averages over is not known"
+            return _unjoined(position, first, why)
+        return summed_loss(column, weights, count, device)
+    if dim is not None:
+        if _shape_without(dim, first) is not None:
+            shapes = {_shape_without(dim, leaf) for leaf in column}
+            if len(shapes) == 1:
+                return _concatenated(column, dim, device)
+    elif isinstance(first, torch.Tensor) and first.dim():
+        # A spot check has compared this tensor with the output of all samples.
+        return first.to(device)
+    elif _are_equal(column):
+        return first.to(device) if isinstance(first, torch.Tensor) else first
+    return _unjoined(position, first, "micro-batches return others")
+
+
+def difference(whole: Any, joined: Any, dims: Dims) -> float | WholeReason:
+    """Return the largest difference of joined outputs, relative to the largest value.
+
+    It is 0 if it is rounding. An output that has no parts and differs, or that is not as long as
+    the output of the batch, is a reason to run the batch whole.
+
+    Args:
+        whole: the output of the batch.
+        joined: as `joined_outputs` returns it.
+        dims: as `joined_dims` returns them.
+    """
+    unequal = _unequal_numbers([len(leaves(whole)), len(dims)])
+    if unequal is not None:
+        return unequal
+    largest = 0.0
+    pairs = zip(leaves(whole), leaves(joined), dims, strict=True)
+    for position, (leaf, joined_leaf, dim) in enumerate(pairs):
+        if dim is not None or _is_loss(leaf):
+            is_alike = getattr(joined_leaf, "shape", None) == leaf.shape
+        else:
+            is_alike = _is_equal(leaf, joined_leaf)
+        if not is_alike:
+            why = "micro-batches return others, and no dimension is as long as the batch"
+            return _unjoined(position, leaf, why)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
+            largest = max(largest, _relative_difference(leaf, joined_leaf))
+    return largest
+
+
+def _relative_difference(whole: torch.Tensor, joined: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest value; 0: it is rounding."""
+    exact = whole.detach().double().cpu().nan_to_num()
+    compared = joined.detach().double().cpu().nan_to_num()
+    relative = ((exact - compared).abs().max() / exact.abs().max().clamp_min(1e-6)).item()
+    is_half = torch.is_autocast_enabled(whole.device.type) or whole.element_size() < 4
+    rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
+    return relative if relative > rounding else 0.0
+
+
+def _unequal_numbers(numbers_of_leaves: Sequence[int]) -> WholeReason | None:
+    """Return why outputs of these numbers of values cannot be joined; None: they can."""
+    if len(set(numbers_of_leaves)) == 1:
+        return None
+    listed = " or ".join(map(str, sorted(set(numbers_of_leaves))))
+    return WholeReason(
+        f"the output of the model, of {listed} values, cannot be joined",
+        why="micro-batches return others, and outputs are joined value by value",
+        fix="return tensors per sample, which have the batch dimension, and no lists of samples",
+    )
+
+
+def _unjoined(position: int, leaf: Any, why: str) -> WholeReason:
+    shown = f"a {type(leaf).__name__}"
+    if isinstance(leaf, torch.Tensor):
+        shown = f"a tensor of {tuple(leaf.shape)}"
+    return WholeReason(
+        f"output {position} of the model, {shown}, cannot be joined",
+        why=why,
+        fix="return tensors per sample, padded to one length, and losses that are means or sums of "
+        "torch's; train a Hugging Face language model with model.config.use_cache = False",
+    )
+
+
+def seeing_joined_outputs() -> contextlib.AbstractContextManager[None]:
+    """Let torch.autograd.grad differentiate by joined outputs, as StyleGAN does: images by latents.
+
+    The images are computed from the latents of each micro-batch, not from the joined ones:
+    gradients are joined, too.
+    """
+
+    def parts_of(tensor: Any) -> Parts | None:
+        node = getattr(tensor, "grad_fn", None)
+        parts: Parts | None = getattr(node, "metadata", {}).get(_PARTS)
+        return parts
+
+    return gradients_by_parts(parts_of)
+
+
+def _concatenated(column: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
+    joined = torch.cat([leaf.to(device) for leaf in column], dim)
+    node: Any = joined.grad_fn
+    if node is not None and all(leaf.requires_grad for leaf in column):
+        node.metadata[_PARTS] = Parts(dim, [get_gradient_edge(leaf) for leaf in column])
+    return joined
+
+
+# What the backends share.
+
+
+def summed_loss(
+    losses: Sequence[torch.Tensor],
+    weights: Sequence[Number],
+    count: LossCount,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the loss of a batch, which knows its number of targets.
+
+    Args:
+        losses: 0-dim, of each part.
+        weights: as `join_weights` returns them.
+        count: as `join_weights` returns it.
+        device: device of the result.
+    """
+    # A loss times its samples may overflow fp16, and bf16 has integers up to 256 only.
+    wide_dtype = torch.promote_types(losses[0].dtype, torch.float32)
+    total = torch.zeros((), dtype=wide_dtype, device=device)
+    has_targets = any(map(_may_have_targets, weights))
+    for loss, weight in zip(losses, weights, strict=True):
+        # A mean over no targets is nan, and so is nan * 0.
+        if _may_have_targets(weight) or not has_targets:
+            total = total + loss.to(device, wide_dtype) * number_on(device, weight, wide_dtype)
+    joined = total.to(losses[0].dtype)
+    if joined.requires_grad:
+        attach_count(joined, count)
+    return joined
+
+
+def _may_have_targets(weight: Number) -> bool:
+    """Whether the weight of a loss is not 0; the host does not wait to read an accelerator."""
+    return isinstance(weight, torch.Tensor) or weight != 0.0
+
+
+def _is_loss(leaf: Any) -> bool:
+    """Whether an output is a 0-dim tensor that forward has computed, and no parameter."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() or not leaf.is_floating_point():
+        return False
+    is_parameter = leaf.requires_grad and leaf.is_leaf
+    return not is_parameter
+
+
+def _are_equal(column: Sequence[Any]) -> bool:
+    return all(_is_equal(column[0], leaf) for leaf in column[1:])
+
+
+def _is_equal(leaf: Any, other_leaf: Any) -> bool:
+    """Whether two outputs are equal; objects of classes with attributes do not tell."""
+    if isinstance(leaf, torch.Tensor) and isinstance(other_leaf, torch.Tensor):
+        return leaf.shape == other_leaf.shape and torch.equal(leaf.cpu(), other_leaf.cpu())
+    if type(leaf) is not type(other_leaf) or hasattr(leaf, "__dict__"):
+        return False
+    return bool(leaf == other_leaf)
+
+
+def _shape_without(dim: int, leaf: Any) -> tuple[int, ...] | None:
+    """Return the shape of an output without a dimension; None: it has no such dimension."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim:
+        return None
+    return (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
