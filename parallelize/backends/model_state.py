@@ -1,10 +1,24 @@
-"""State that a forward may change: parameters, buffers, attributes of modules and generators; found and restored."""
+"""What a trial of a model's forward must leave as it was, and how it is put back.
+
+    state = ModelState(model, devices)   what the model is now
+    with state.watching():               the first trial: to which tensors does forward write?
+        forward()
+    state.draws(), state.changed()       what forward has drawn and changed
+    state.restore()                      before each further trial, and after the last one
+
+    tensors      values and shapes of parameters and buffers that forward has written to
+    attributes   of each module, as they were; lists, dicts and sets among them with their items
+    generators   the states of the global ones, and of torch.Generators that are attributes
+
+A forward that runs again after `restore` draws the same numbers, and sees the same state.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,116 +26,185 @@ from torch import nn
 
 from parallelize.run.containers import leaves
 from parallelize.run.generators import RNGState
-from parallelize.torch_patches.module_tensors import all_buffers, all_named_buffers, all_named_parameters
+from parallelize.torch_patches.module_tensors import (
+    all_buffers,
+    all_named_buffers,
+    all_named_parameters,
+)
 from parallelize.torch_patches.operations import before_writes
 
-__all__ = ["ModelState", "named_tensors"]
+_ATTRIBUTES_OF_TORCH = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
+"""Attributes that torch sets on every module, such as its hooks, and the forward of a block."""
 
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
-"""Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces."""
-_PLAIN = (bool, int, float, str)
-_CONTAINERS = (list, dict, set)
+_COMPARED_TYPES = (bool, int, float, str)
+"""Types of attributes that are compared by value. Others may not compare."""
+
+_CONTAINER_TYPES = (list, dict, set)
 
 
-class _Writes:
-    """Copies of tensors from before an operation that may write to their storage, also through `.data` and views.
+@dataclass(frozen=True)
+class _SavedTensor:
+    """A parameter or buffer, and a copy of its former values."""
+
+    tensor: torch.Tensor
+    former: torch.Tensor
+
+    def restore(self) -> None:
+        current = self.tensor.data
+        is_alike = current.shape == self.former.shape and current.dtype == self.former.dtype
+        if is_alike:
+            current.copy_(self.former)
+        else:
+            # A buffer may get its shape in the first forward, by `resize_`.
+            self.tensor.data = self.former.clone()
+
+
+class _CopiesBeforeWrites:
+    """Copies of tensors from before an operation writes to them, also through `.data` and views.
 
     Attributes:
-        before: id of a tensor -> its former value.
+        former_by_id: id of a tensor -> its values before the first write.
     """
 
     def __init__(self, tensors: Collection[torch.Tensor]) -> None:
-        self.before: dict[int, torch.Tensor] = {}
-        self._of: dict[int, list[torch.Tensor]] = {}
-        for each in tensors:
-            self._of.setdefault(each.untyped_storage()._cdata, []).append(each)
+        self.former_by_id: dict[int, torch.Tensor] = {}
+        self._tensors_by_storage: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()._cdata
+            self._tensors_by_storage.setdefault(storage, []).append(tensor)
 
-    def copy_before(self, arguments: Any) -> None:
-        """Copy those of the tensors that an operation with these arguments may write."""
-        for leaf in leaves(arguments):
-            for each in self._of.get(leaf.untyped_storage()._cdata, ()) if _is_dense(leaf) else ():
-                self.before.setdefault(id(each), each.detach().clone())
+    def copy_arguments(self, arguments: Any) -> None:
+        """Copy the tensors to which an operation with these arguments may write."""
+        for argument in leaves(arguments):
+            if not _is_dense(argument):
+                continue
+            storage = argument.untyped_storage()._cdata
+            for tensor in self._tensors_by_storage.get(storage, ()):
+                if id(tensor) not in self.former_by_id:
+                    self.former_by_id[id(tensor)] = tensor.detach().clone()
 
 
 class ModelState:
-    """What a model's forward may change, as it is now.
+    """What a model's forward may change, as it was when this object was created.
 
-    A forward of a `Staged` model does not change batch norm's statistics.
+    Args:
+        model: the user's model.
+        devices: the devices of which the global generators are restored.
     """
 
     def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
-        self._model, self._rng = model, RNGState(devices)
-        self._attributes = [(vars(each), {**vars(each)}) for each in model.modules()]
-        containers = (value for _, before in self._attributes for value in before.values())
-        # Parameters and buffers are in some of them.
-        self._contents = [(each, copy.copy(each)) for each in containers if type(each) in _CONTAINERS]
-        self._values = self._named()
-        self._forms = {name: _form(value) for name, value in self._values.items()}
-        self._buffers = [
-            (each, each.detach().clone()) for each in all_buffers(model)
-        ]  # batch norm writes to them unseen
-        self._written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by name: a tensor and its former value
+        self._model = model
+        self._global_generators = RNGState(devices)
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        # Pairs of an object that forward may change, and a copy of its former items.
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        for module in nn.Module.modules(model):
+            attributes = vars(module)
+            self._attributes.append((attributes, dict(attributes)))
+            for value in attributes.values():
+                # The parameters, buffers and submodules of a module are in such containers.
+                if type(value) in _CONTAINER_TYPES:
+                    self._containers.append((value, copy.copy(value)))
+                elif isinstance(value, torch.Generator):
+                    self._generators.append((value, value.get_state()))
+        self._values = self._values_by_name()
+        self._identities: dict[str, object] = {}
+        for name, value in self._values.items():
+            self._identities[name] = _identity(value)
+        # The kernels of batch norm write to its buffers, and their schemas do not say so. So all
+        # buffers are copied, and not only those of which `watching` sees a write.
+        self._buffers: list[_SavedTensor] = []
+        for buffer in all_buffers(model):
+            self._buffers.append(_SavedTensor(buffer, buffer.detach().clone()))
+        self._written: dict[str, _SavedTensor] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Learn to which of the tensors a forward in this context writes, or gives other data."""
-        known = [(name, each, each.data, each._version) for name, each in self._values.items() if _is_dense(each)]
-        writes = _Writes([each for _, each, *_ in known])
+        """Learn to which tensors a forward in this context writes, or gives other data."""
+        tensors = {name: value for name, value in self._values.items() if _is_dense(value)}
+        data_before = {name: tensor.data for name, tensor in tensors.items()}
+        versions_before = {name: tensor._version for name, tensor in tensors.items()}
+        copies = _CopiesBeforeWrites(tensors.values())
         try:
-            with before_writes(writes.copy_before):
+            with before_writes(copies.copy_arguments):
                 yield
         finally:
-            for name, each, data, version in known:
-                former = writes.before.get(id(each), data)
-                is_other = former.data_ptr() != each.data.data_ptr() and not torch.equal(former, each.data)
-                if is_other or each._version != version:
-                    self._written[name] = each, former
+            for name, tensor in tensors.items():
+                former = copies.former_by_id.get(id(tensor), data_before[name])
+                has_other_data = former.data_ptr() != tensor.data.data_ptr()
+                # A write through `.data` does not raise the version.
+                is_rewritten = has_other_data and not torch.equal(former, tensor.data)
+                if is_rewritten or tensor._version != versions_before[name]:
+                    self._written[name] = _SavedTensor(tensor, former)
 
     def draws(self) -> bool:
-        """Return whether random numbers were drawn."""
-        return self._rng.has_changed()
+        """Whether random numbers were drawn from the global generators."""
+        return self._global_generators.has_changed()
 
     def changed(self) -> list[str]:
-        """Return the names of what has changed."""
-        return [*(name for name, each in self._named().items() if self._forms.get(name) != _form(each)), *self._written]
+        """Return the names of the attributes and tensors that have changed."""
+        names = []
+        for name, value in self._values_by_name().items():
+            if self._identities.get(name) != _identity(value):
+                names.append(name)
+        return [*names, *self._written]
 
     def restore(self) -> None:
-        """Restore what has changed, and the states of the generators."""
-        for attributes, before in self._attributes:
+        """Put back what has changed, and the states of the generators."""
+        for attributes, former_attributes in self._attributes:
             attributes.clear()
-            attributes.update(before)
-        for container, content in self._contents:
+            attributes.update(former_attributes)
+        for container, former_items in self._containers:
             container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-        for each, data in (*self._written.values(), *self._buffers):
-            each.data.copy_(data)
-        self._rng.restore()
+            if isinstance(container, list):
+                container.extend(former_items)
+            else:
+                container.update(former_items)
+        for saved in (*self._written.values(), *self._buffers):
+            saved.restore()
+        for generator, state in self._generators:
+            generator.set_state(state)
+        self._global_generators.restore()
 
-    def _named(self) -> dict[str, Any]:
-        """Return the parameters, buffers, and attributes that torch does not set, by name."""
-        found = {
-            f"{path}.{key}".lstrip("."): value
-            for path, module in self._model.named_modules()
-            for key, value in vars(module).items()
-            if key not in _OF_EVERY_MODULE
-        }
-        # The attributes of O2's casts, which are there during a forward, have the names of parameters.
-        return {**found, **named_tensors(self._model)}
+    def _values_by_name(self) -> dict[str, Any]:
+        """Return the parameters, buffers, and the attributes that torch does not set."""
+        values: dict[str, Any] = {}
+        for path, module in nn.Module.named_modules(self._model):
+            for attribute, value in vars(module).items():
+                if attribute not in _ATTRIBUTES_OF_TORCH:
+                    values[f"{path}.{attribute}".lstrip(".")] = value
+        # amp of level O2 puts its casts into attributes during a forward. They have the names of
+        # parameters, which are what counts.
+        values.update(named_tensors(self._model))
+        return values
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a model by all of their names."""
-    parameters = all_named_parameters(model, remove_duplicate=False)
-    return dict([*parameters, *all_named_buffers(model, remove_duplicate=False)])
+    tensors: dict[str, torch.Tensor] = dict(all_named_parameters(model, remove_duplicate=False))
+    tensors.update(all_named_buffers(model, remove_duplicate=False))
+    return tensors
 
 
 def _is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _form(value: Any) -> tuple[Any, ...]:
-    """Return plain values, and the ids of others, which may not compare; of containers, those in them, too."""
-    if type(value) in _CONTAINERS:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return id(value), *((key, each if isinstance(each, _PLAIN) else id(each)) for key, each in items)
-    return (value if isinstance(value, _PLAIN) else id(value),)
+def _identity(value: Any) -> object:
+    """Return what is equal for a value only as long as it is not changed.
+
+    It is a number or text itself, and the id of any other object. A list, dict or set has those of
+    its items, too.
+    """
+    if type(value) not in _CONTAINER_TYPES:
+        return _identity_of_item(value)
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    identities: list[object] = [id(value)]
+    for key, item in items:
+        identities.append((key, _identity_of_item(item)))
+    return identities
+
+
+def _identity_of_item(value: Any) -> object:
+    return value if isinstance(value, _COMPARED_TYPES) else id(value)
