@@ -39,7 +39,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from parallelize.errors import Fault
+from parallelize.errors import ConfigError, Fault
 from parallelize.gradients.target_counts import (
     LossCount,
     Number,
@@ -100,6 +100,15 @@ class Batch:
         return cls(inputs, dims=[None] * len(leaves(inputs)), size=1)
 
     @classmethod
+    def of_rows(cls, inputs: Inputs, size: int) -> Batch:
+        """Return a batch in which each tensor of `size` rows has one row for each sample."""
+        dims: list[int | None] = []
+        for leaf in leaves(inputs):
+            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == size
+            dims.append(0 if has_rows else None)
+        return cls(inputs, dims, size)
+
+    @classmethod
     def of(cls, inputs: Inputs, dim: int) -> Batch | WholeReason:
         """Return a batch of micro-batches, or why it has none.
 
@@ -152,7 +161,7 @@ class Batch:
         return len(args), *kwargs, *arguments
 
     def part(self, start: int, samples: int) -> Inputs:
-        """Return the inputs of some samples, from `start` on."""
+        """Return the inputs of some samples, from `start` on, in the memory of the batch."""
         leaves_of_part = []
         for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
             if dim is None:
@@ -162,6 +171,33 @@ class Batch:
                 leaves_of_part.append(leaf.narrow(dim, start, samples))
         part: Inputs = with_leaves(self.inputs, leaves_of_part)
         return part
+
+    def parts(self, sizes: Sequence[int]) -> list[Inputs]:
+        """Return the inputs of consecutive parts; a single part is the batch itself.
+
+        Args:
+            sizes: number of samples of each part; they add up to all samples.
+        """
+        if len(sizes) == 1:
+            return [self.inputs]
+        parts = []
+        start = 0
+        for size in sizes:
+            parts.append(self.part(start, size))
+            start += size
+        return parts
+
+    def in_own_memory(self, part: Inputs) -> Inputs:
+        """Return a copy of a part, whose tensors begin where an allocation does.
+
+        Libraries choose their kernels by the alignment of addresses, too, such as cuBLAS up to 256
+        bytes. With a copy, a part has the kernels of a process whose batch is this part alone.
+        """
+        copies = []
+        for leaf, dim in zip(leaves(part), self.dims, strict=True):
+            copies.append(leaf if dim is None else leaf.clone())
+        copied: Inputs = with_leaves(part, copies)
+        return copied
 
     def trial(self, samples: int) -> Batch:
         """Return copies of some samples without graphs: a trial changes no object of the user's."""
@@ -182,15 +218,7 @@ class Batch:
 
     def split(self, microbatches: int) -> list[Inputs]:
         """Return the inputs of each micro-batch."""
-        sizes = self.sizes(microbatches)
-        if len(sizes) == 1:
-            return [self.inputs]
-        parts = []
-        start = 0
-        for size in sizes:
-            parts.append(self.part(start, size))
-            start += size
-        return parts
+        return self.parts(self.sizes(microbatches))
 
 
 def _has_no_slices(leaf: Any) -> bool:
@@ -356,11 +384,8 @@ def _unequal_numbers(numbers_of_leaves: Sequence[int]) -> WholeReason | None:
 
 
 def _unjoined(position: int, leaf: Any, why: str) -> WholeReason:
-    shown = f"a {type(leaf).__name__}"
-    if isinstance(leaf, torch.Tensor):
-        shown = f"a tensor of {tuple(leaf.shape)}"
     return WholeReason(
-        f"output {position} of the model, {shown}, cannot be joined",
+        f"output {position} of the model, {_described(leaf)}, cannot be joined",
         why=why,
         fix="return tensors per sample, padded to one length, and losses that are means or sums of "
         "torch's; train a Hugging Face language model with model.config.use_cache = False",
@@ -388,6 +413,116 @@ def _concatenated(column: Sequence[torch.Tensor], dim: int, device: torch.device
     if node is not None and all(leaf.requires_grad for leaf in column):
         node.metadata[_PARTS] = Parts(dim, [get_gradient_edge(leaf) for leaf in column])
     return joined
+
+
+# Outputs of logical=.
+
+
+def joined_parts(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return the output of a process's batch under `logical=`.
+
+    Args:
+        outputs: of each part.
+        sizes: number of samples of each part.
+
+    Raises:
+        ConfigError: an output differs between the parts, and has no row for each sample.
+    """
+    joined = []
+    for column in columns_of(outputs):
+        first = column[0]
+        if _have_rows(column, sizes):
+            joined.append(torch.cat(column))
+        elif isinstance(first, torch.Tensor) and first.dim() == 0 and first.is_floating_point():
+            joined.append(_mean_in_tree(column, sizes))
+        elif _are_equal(column):
+            joined.append(first)
+        else:
+            raise ConfigError(
+                f"an output of forward under logical=: {_described(first)}",
+                why="it differs between the parts of a batch, and has no batch dimension in which "
+                "they could be joined",
+                fix="return tensors with the batch dimension first, or losses that are means over "
+                "samples",
+            )
+    return with_leaves(outputs[0], joined)
+
+
+def _have_rows(column: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether an output of each part is a tensor with one row for each sample."""
+    for leaf, size in zip(column, sizes, strict=True):
+        if not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != (size,):
+            return False
+    return True
+
+
+def _mean_in_tree(losses: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Return the mean over all samples of losses that are means over the samples of each part.
+
+    The losses are added by pairs, and then the sums by pairs, as the reducer adds gradients over
+    the processes. So the sum has the same bits at any number of processes.
+    """
+    sums = []
+    for loss, size in zip(losses, sizes, strict=True):
+        # Equal parts have the factor 1, which does not round.
+        sums.append(loss * (size * len(sizes) / sum(sizes)))
+    while len(sums) > 1:
+        sums = [_sum_of_pair(sums[index : index + 2]) for index in range(0, len(sums), 2)]
+    return sums[0] / len(sizes)
+
+
+def _sum_of_pair(pair: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of two tensors, or a tensor that is alone."""
+    return pair[0] if len(pair) == 1 else pair[0] + pair[1]
+
+
+# Outputs of dp.
+
+
+def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: torch.device) -> Any:
+    """Return the output of a batch that several devices have computed, on one device.
+
+    Tensors are concatenated along their first dimension. 0-dim floating-point tensors add up to the
+    loss of the batch: means are weighted by the number of their targets, sums are added, and others
+    are averaged by samples. Other 0-dim tensors are stacked, one value for each device. Values that
+    are no tensors are taken from the first device.
+
+    Args:
+        outputs: of each device, in containers of the same structure.
+        inputs: of each device, in any containers.
+        device: device of the result.
+
+    Raises:
+        ConfigError: the devices return different numbers of values.
+    """
+    counts = [len(leaves(output)) for output in outputs]
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"forward returns {' and '.join(map(str, counts))} values on different devices",
+            why="the outputs of several devices are joined value by value",
+            fix="return tensors whose first dimension counts samples, or use backend='ddp'",
+        )
+    samples = [_count_of_samples(inputs_of_device) for inputs_of_device in inputs]
+    gathered = []
+    for column in columns_of(outputs):
+        first = column[0]
+        if not all(isinstance(leaf, torch.Tensor) for leaf in column):
+            gathered.append(first)
+        elif first.dim() == 0 and first.is_floating_point():
+            weights, count = join_weights(column, samples=samples, inputs=inputs[0])
+            gathered.append(summed_loss(column, weights, count, device))
+        else:
+            tensors = [leaf.to(device, non_blocking=True) for leaf in column]
+            gathered.append(torch.cat(tensors) if first.dim() else torch.stack(tensors))
+    return with_leaves(outputs[0], gathered)
+
+
+def _count_of_samples(inputs: Any) -> int:
+    """Return the length of the first tensor that has dimensions; 1: there is none."""
+    for leaf in leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return len(leaf)
+    return 1
 
 
 # What the backends share.
@@ -434,8 +569,15 @@ def _is_loss(leaf: Any) -> bool:
     return not is_parameter
 
 
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {tuple(leaf.shape)}"
+    return f"a {type(leaf).__name__}"
+
+
 def _are_equal(column: Sequence[Any]) -> bool:
-    return all(_is_equal(column[0], leaf) for leaf in column[1:])
+    first = column[0]
+    return all(leaf is first or _is_equal(first, leaf) for leaf in column[1:])
 
 
 def _is_equal(leaf: Any, other_leaf: Any) -> bool:

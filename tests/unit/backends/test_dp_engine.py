@@ -14,7 +14,8 @@ from torch import nn
 from zoo import ModelOutput
 
 from parallelize import ConfigError
-from parallelize.backends.dp_engine import data_parallel, gather_outputs
+from parallelize.backends.batches import gathered_outputs
+from parallelize.backends.dp_engine import data_parallel
 from parallelize.gradients.target_counts import LossCount, loss_counts
 from parallelize.plugins.base import Inner, Session
 
@@ -34,7 +35,7 @@ class Output:
 
 def gather(*outputs: Any, samples: list[int] | None = None, number: object = None) -> Any:
     inputs = [(torch.zeros(each), number) for each in samples or [1] * len(outputs)]
-    return gather_outputs(outputs, inputs, device=CPU)
+    return gathered_outputs(outputs, inputs, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,17 @@ def test_losses_add_up_to_that_of_the_batch(loss_of: Any, kind: str, count: floa
 
 def joined_name(loss_of: Any, logits: torch.Tensor) -> str:
     return loss_counts([loss_of(logits, TARGETS)], is_in_model=True)[0].operation
+
+
+def test_a_replica_without_targets_adds_nothing() -> None:
+    """Its mean over no targets is nan; the loss of the batch is that of the other replicas."""
+    targets = torch.tensor([-100, -100, 2, 1])
+    logits = LOGITS.clone().requires_grad_()
+    losses = [F.cross_entropy(logits[part], targets[part]) for part in (slice(None, 2), slice(2, None))]
+    assert losses[0].isnan()
+    joined = gather(*losses, samples=[2, 2])
+    torch.testing.assert_close(joined, F.cross_entropy(LOGITS, targets))
+    assert gather(losses[0], losses[0], samples=[2, 2]).isnan()
 
 
 def test_penalties_are_not_added_up() -> None:
