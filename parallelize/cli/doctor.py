@@ -335,6 +335,7 @@ def variables(environ: _Environ) -> Iterator[Finding]:
     try:
         world = detect(environ)
         Config.parse().merged(environ)
+        job = current_allocation(environ)
     except ConfigError as error:
         for fault in error.faults:
             yield Finding("fault", fault.what, fault.why, fault.fix)
@@ -342,7 +343,6 @@ def variables(environ: _Environ) -> Iterator[Finding]:
     text = "not started by a launcher"
     if world is not None:
         text = f"rank {world.rank} of {world.world_size}"
-    job = current_allocation(environ)
     if job is not None:
         text += f", in Slurm job {job.job_id} of {job.num_nodes} node(s)"
     yield Finding("ok", text)

@@ -55,11 +55,18 @@ CPU, ONE_GPU, TWO_GPUS, EIGHT_GPUS = Hardware(), Hardware("cuda", 1), Hardware("
         (MASKED, Allocation("65", 2, 2)),
         ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, Allocation("7", 3, None)),
         ({"SLURM_JOB_ID": "7"}, Allocation("7", 1, None)),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_NNODES": "2-4"}, Allocation("7", 3, None)),
     ],
 )
 def test_the_allocation_is_read(environ: dict[str, str], expected: Allocation | None) -> None:
     """The number of nodes is the step's inside a step, else the job's."""
     assert current_allocation(environ) == expected
+
+
+def test_a_range_of_nodes_is_an_error_that_names_the_variable() -> None:
+    """SLURM_NNODES is an option of srun, too, where it may be a range; without the job's own number, nothing is known."""
+    with pytest.raises(ConfigError, match="SLURM_NNODES='2-4'"):
+        current_allocation({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2-4"})
 
 
 def test_the_layout_takes_nodes_and_gpus_from_the_allocation() -> None:
