@@ -39,7 +39,11 @@ import torch.distributed as dist
 from parallelize.cluster import network
 from parallelize.cluster.environment import detect
 from parallelize.cluster.launcher_variables import without_launcher
-from parallelize.cluster.slurm_allocation import current_allocation
+from parallelize.cluster.slurm_allocation import (
+    Allocation,
+    current_allocation,
+    without_hidden_gpus,
+)
 from parallelize.config.config import ENV_PREFIX, Config
 from parallelize.decorator import distributed
 from parallelize.errors import ConfigError, LaunchError
@@ -193,21 +197,25 @@ def libraries(_environ: _Environ) -> Iterator[Finding]:
 
 
 def gpus(environ: _Environ) -> Iterator[Finding]:
-    """Yield the GPUs, what hides them from torch, and pairs without peer access."""
+    """Yield the GPUs, what hides them from torch, and GPUs without peer access."""
+    job = _job(environ)
     properties: list[Any] = []
     error = ""
-    visible = torch.cuda.device_count()
     try:
-        properties = list(map(torch.cuda.get_device_properties, range(visible)))
+        properties = list(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))
     except RuntimeError as raised:
         # The driver does not work: torch can use none of the GPUs.
         error = str(raised).partition("\n")[0]
-    present = _gpus_of_driver()
-    if error or present > visible:
+    expected = _gpus_of_driver()
+    if job is not None and job.has_one_gpu_of_several:
+        expected = min(expected, 1)
+    elif job is not None and job.gpus_on_node is not None:
+        expected = min(expected, job.gpus_on_node)
+    if error or expected > len(properties):
         mask = environ.get("CUDA_VISIBLE_DEVICES")
         yield Finding(
             "fault" if error else "warning",
-            f"{present} GPU(s), of which torch can use {len(properties)}: {_driver()}, "
+            f"{expected} GPU(s), of which torch can use {len(properties)}: {_driver()}, "
             f"CUDA_VISIBLE_DEVICES={mask}",
             error or "the variable hides some, or this torch is built for the CPU or another CUDA",
             "unset CUDA_VISIBLE_DEVICES; install a torch for this driver: "
@@ -220,8 +228,28 @@ def gpus(environ: _Environ) -> Iterator[Finding]:
         yield Finding("ok", f"GPU {index}: {gpu.name}, {capability}, {space}")
     if not properties:
         yield Finding("ok", "none: functions run on the CPU")
+    yield from _missing_peers(len(properties))
+    if job is not None and job.has_one_gpu_of_several:
+        yield from _gpus_of_other_tasks(job, environ)
+
+
+def _job(environ: _Environ) -> Allocation | None:
+    """Return the Slurm job of this process; None without one, or with variables that are wrong."""
+    try:
+        return current_allocation(environ)
+    except ConfigError:
+        # The check of the variables reports it.
+        return None
+
+
+def _missing_peers(count: int) -> Iterator[Finding]:
+    """Yield a warning if some of the GPUs that this process sees cannot read from each other.
+
+    Args:
+        count: number of GPUs.
+    """
     pairs_without_access = []
-    for first, second in itertools.combinations(range(len(properties)), 2):
+    for first, second in itertools.combinations(range(count), 2):
         if not torch.cuda.can_device_access_peer(first, second):
             pairs_without_access.append(f"{first} and {second}")
     if pairs_without_access:
@@ -231,6 +259,29 @@ def gpus(environ: _Environ) -> Iterator[Finding]:
             "they communicate through host memory",
             "nvidia-smi topo -m shows their connections; disable PCIe ACS, "
             "or in a virtual machine enable ATS",
+        )
+
+
+def _gpus_of_other_tasks(job: Allocation, environ: _Environ) -> Iterator[Finding]:
+    """Yield whether Slurm keeps a task, which is bound to one GPU, from those of other tasks."""
+    gpu_of_task = environ["SLURM_STEP_GPUS"]
+    text = f"GPU {gpu_of_task} of the job's {job.gpus_on_node} on this node is this task's"
+    if job.hides_gpus:
+        yield Finding(
+            "warning",
+            f"{text}, as its GPU 0: Slurm hides those of the other tasks",
+            "there is no peer access between the GPUs of several tasks: NCCL cannot use NVLink, "
+            "and copies through host memory",
+            without_hidden_gpus(job.gpus_on_node or 1),
+        )
+    elif gpu_of_task != "0" and environ.get("CUDA_VISIBLE_DEVICES") == gpu_of_task:
+        yield Finding("ok", f"{text}; it can open those of the other tasks")
+    else:
+        yield Finding(
+            "ok",
+            text,
+            "Slurm may hide those of the other tasks, which the variables of this one do not show",
+            "srun parallelize doctor says it in the second task",
         )
 
 

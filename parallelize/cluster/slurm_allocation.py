@@ -22,12 +22,16 @@ class Allocation:
         job_id: the job's number.
         num_nodes: nodes of this process's job step, else of the job.
         gpus_on_node: GPUs of this node that belong to the job; None: Slurm counts no GPUs here.
-        hides_gpus: whether this task cannot open the GPUs of its node's other tasks.
+        has_one_gpu_of_several: whether this task is bound to one of them, by --gpus-per-task or
+            --gpu-bind.
+        hides_gpus: whether this task cannot open the GPUs of its node's other tasks. The variables
+            of the task with the first GPU do not show it.
     """
 
     job_id: str
     num_nodes: int
     gpus_on_node: int | None
+    has_one_gpu_of_several: bool = False
     hides_gpus: bool = False
 
 
@@ -49,8 +53,27 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     gpus_on_node = int(gpus) if gpus.isdecimal() else None
     has_several_gpus = gpus_on_node is not None and gpus_on_node > 1
-    hides_gpus = has_several_gpus and _is_gpu_renumbered(environ)
-    return Allocation(job_id, _number_of_nodes(environ), gpus_on_node, hides_gpus)
+    # Of a task that is bound to one GPU, this is the number that the GPU has on the node.
+    gpu_of_task = environ.get("SLURM_STEP_GPUS", "")
+    return Allocation(
+        job_id,
+        _number_of_nodes(environ),
+        gpus_on_node,
+        has_one_gpu_of_several=has_several_gpus and gpu_of_task.isdecimal(),
+        hides_gpus=has_several_gpus and _is_renumbered(gpu_of_task, environ),
+    )
+
+
+def without_hidden_gpus(size: int) -> str:
+    """Return what to write for tasks that can open each other's GPUs.
+
+    Args:
+        size: number of GPUs of a node.
+    """
+    return (
+        f"ask for --gpus-per-node={size} or --gres=gpu:{size} without --gpus-per-task and "
+        "--gpu-bind, or start the tasks by srun --gpu-bind=none"
+    )
 
 
 def _number_of_nodes(environ: Mapping[str, str]) -> int:
@@ -67,13 +90,15 @@ def _number_of_nodes(environ: Mapping[str, str]) -> int:
     return 1
 
 
-def _is_gpu_renumbered(environ: Mapping[str, str]) -> bool:
-    """Whether this task has a GPU whose number in the task is not its number on the node.
+def _is_renumbered(gpu_of_task: str, environ: Mapping[str, str]) -> bool:
+    """Whether a task has a GPU whose number in the task is not its number on the node.
 
-    A task that is bound to one GPU has its number on the node in SLURM_STEP_GPUS. Slurm sets
-    CUDA_VISIBLE_DEVICES to the same number, or to 0 if the task's cgroup has no other GPU. Only a
-    cgroup prevents CUDA IPC.
+    Slurm sets CUDA_VISIBLE_DEVICES to the number on the node, or to 0 if the task's cgroup has no
+    other GPU. Only a cgroup prevents CUDA IPC.
+
+    Args:
+        gpu_of_task: the number on the node; other texts: the task is not bound to one GPU.
+        environ: variables of the task.
     """
-    gpu_of_task = environ.get("SLURM_STEP_GPUS", "")
     is_first = gpu_of_task == "0"
     return gpu_of_task.isdecimal() and not is_first and environ.get("CUDA_VISIBLE_DEVICES") == "0"

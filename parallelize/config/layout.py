@@ -19,7 +19,7 @@ import torch.distributed as dist
 from parallelize.cluster.devices import MASKS, Hardware
 from parallelize.cluster.environment import detect, detect_node, number_of_pods
 from parallelize.cluster.launcher_variables import without_launcher
-from parallelize.cluster.slurm_allocation import current_allocation
+from parallelize.cluster.slurm_allocation import current_allocation, without_hidden_gpus
 from parallelize.cluster.world import Node, World
 from parallelize.config.config import (
     NO_COLLECTIVES,
@@ -430,8 +430,7 @@ def _hidden_gpus_warning(layout: Layout) -> str:
     return (
         f"Slurm lets each of the {size} processes of a node open its own GPU only "
         "(--gpus-per-task, --gpu-bind): NCCL cannot use NVLink between them, and copies through "
-        f"the host. Ask for --gpus-per-node={size} or --gres=gpu:{size} without --gpus-per-task "
-        "and --gpu-bind, or start the tasks by srun --gpu-bind=none."
+        f"the host. To avoid that, {without_hidden_gpus(size)}."
     )
 
 

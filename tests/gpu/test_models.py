@@ -210,6 +210,15 @@ def test_arguments_arrive_on_the_device_of_their_rank() -> None:
     assert where.all_ranks(torch.ones(2, device="cuda")) == [(f"cuda:{each}", f"cuda:{each}", 2.0) for each in gpus]
 
 
+def test_doctor_names_gpus_that_slurm_hides() -> None:
+    """In a task of its own GPU, which another task cannot open, though torch sees no pair without access."""
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2"}
+    found = list(doctor.gpus({**slurm, "SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}))
+    (hidden,) = (each for each in found if "Slurm hides" in each.what)
+    assert "no peer access" in hidden.why
+    assert "--gpus-per-node=2" in hidden.fix
+
+
 def test_doctor_exchanges_tensors_over_each_library() -> None:
     """Two ranks on the CPU over gloo, and two on two GPUs."""
     found = list(doctor.all_reduce(os.environ))

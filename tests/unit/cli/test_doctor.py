@@ -27,6 +27,9 @@ from parallelize.cli.main import main
 DOCTOR = [sys.executable, "-m", "parallelize", "doctor"]
 CLEAN = {name: text for name, text in os.environ.items() if not name.startswith(("PARALLELIZE_", "SLURM_"))}
 
+# The second task of `srun --ntasks-per-node=4 --gpus-per-task=1` on a node, without what tells its GPU.
+TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "4"}
+
 
 def problems(
     check: Callable[[Mapping[str, str]], Iterator[Finding]], environ: Mapping[str, str]
@@ -136,11 +139,33 @@ def test_an_exchange_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
             [("warning", "srun did not start this process")],
         ),
         (doctor.gpus, {}, []),
+        (
+            doctor.gpus,
+            {**TASK, "SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"},
+            [
+                (
+                    "warning",
+                    "GPU 1 of the job's 4 on this node is this task's, as its GPU 0: "
+                    "Slurm hides those of the other tasks",
+                )
+            ],
+        ),
+        (doctor.gpus, {**TASK, "SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "1"}, []),
+        (doctor.gpus, {**TASK, "SLURM_STEP_GPUS": "0", "CUDA_VISIBLE_DEVICES": "0"}, []),
+        (doctor.gpus, {**TASK, "SLURM_STEP_GPUS": "0,1,2,3", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
+        (doctor.gpus, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2-4"}, []),
+        (doctor.variables, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2-4"}, [("fault", "SLURM_NNODES='2-4'")]),
     ],
 )
 def test_problems_are_found(check: Any, environ: dict[str, str], expected: list[tuple[str, str]]) -> None:
     """Each has its variable with the value."""
     assert problems(check, environ) == expected
+
+
+def test_the_first_task_with_a_gpu_of_its_own_says_who_knows_more() -> None:
+    """Its GPU has the number 0 in any case."""
+    *_, last = doctor.gpus({**TASK, "SLURM_STEP_GPUS": "0", "CUDA_VISIBLE_DEVICES": "0"})
+    assert "second task" in last.fix
 
 
 @pytest.mark.parametrize(
