@@ -29,6 +29,7 @@ CLEAN = {name: text for name, text in os.environ.items() if not name.startswith(
 
 # The second task of `srun --ntasks-per-node=4 --gpus-per-task=1` on a node, without what tells its GPU.
 TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "4"}
+HIDDEN = "GPU 1 of the job's 4 on this node is this task's, as its GPU 0: Slurm hides those of the other tasks"
 
 
 def problems(
@@ -142,13 +143,7 @@ def test_an_exchange_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
         (
             doctor.gpus,
             {**TASK, "SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"},
-            [
-                (
-                    "warning",
-                    "GPU 1 of the job's 4 on this node is this task's, as its GPU 0: "
-                    "Slurm hides those of the other tasks",
-                )
-            ],
+            [("warning", HIDDEN)],
         ),
         (doctor.gpus, {**TASK, "SLURM_STEP_GPUS": "1", "CUDA_VISIBLE_DEVICES": "1"}, []),
         (doctor.gpus, {**TASK, "SLURM_STEP_GPUS": "0", "CUDA_VISIBLE_DEVICES": "0"}, []),

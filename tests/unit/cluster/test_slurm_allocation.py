@@ -64,7 +64,7 @@ def test_the_allocation_is_read(environ: dict[str, str], expected: Allocation | 
 
 
 def test_a_range_of_nodes_is_an_error_that_names_the_variable() -> None:
-    """SLURM_NNODES is an option of srun, too, where it may be a range; without the job's own number, nothing is known."""
+    """SLURM_NNODES is an option of srun, too, which may be a range; it counts if the job's own number is missing."""
     with pytest.raises(ConfigError, match="SLURM_NNODES='2-4'"):
         current_allocation({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2-4"})
 
