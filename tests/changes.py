@@ -512,7 +512,7 @@ OF_PYTHON = (
     ),
     Change(
         what="`f_trace` of the main thread's frame",
-        where="hang_detection/watchdog.py",
+        where="hang_detection/main_thread.py",
         names=("innermost.f_trace",),
         why="a call that ended and began again at one address looks like one that waits",
         lasts="the frame",

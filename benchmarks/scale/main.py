@@ -32,16 +32,16 @@ from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
-from parallelize.hang_detection import watchdog
+from parallelize.hang_detection import judge
+from parallelize.hang_detection.judge import Judge
 from parallelize.hang_detection.rank_state import Collective, RankState
-from parallelize.hang_detection.watchdog import Judge
 from parallelize.launchers.local.node_requests import Request
 from parallelize.launchers.local.nodes import Nodes
 
 RANKS_PER_NODE = 8
 HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=60)
 CHECK_EVERY_S = 0.5
-watchdog._FIRST_LINE_S = 3.0  # the line that names the missing ranks is due when they wait, not after 30 s
+judge._FIRST_LINE_S = 3.0  # the line that names the missing ranks is due when they wait, not after 30 s
 MAX_THREADS, MAX_CONNECTING = 8, 64
 COLUMNS = (
     "nodes",

@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from parallelize.hang_detection.rank_state import RankState
+from parallelize.hang_detection.rank_state import RankState, RankStatus
 from parallelize.hang_detection.statements import Statement, StatementKind
 from parallelize.hang_detection.waiting import WaitKind
-
-__all__ = ["Advice", "advice_on", "places_of"]
 
 _EQUAL_NUMBER = "a number that is equal on all ranks: `all_reduce(value, 'mean')`"
 
@@ -66,7 +64,7 @@ def _test_of_rank_alone(states: _States, rank: int) -> Statement | None:
 
     A test that is around the line of each rank is no reason.
     """
-    if states[rank].status != "waiting":
+    if states[rank].status != RankStatus.WAITING:
         return None
     for statement in reversed(states[rank].statements):
         is_around_all = True
@@ -81,7 +79,7 @@ def _on_loop(states: _States) -> Advice | None:
     """Return the advice for a rank that is in a loop which another rank has left."""
     for state in states.values():
         loop = None
-        if state.status == "returned":
+        if state.status == RankStatus.RETURNED:
             loop = _loop_in(states)
         elif state.wait_kind == WaitKind.END_OF_BLOCK:
             loop = _loop_in(states, state.block)
@@ -126,8 +124,10 @@ def _on_call(states: _States) -> Advice | None:
 
 
 def _call_of(state: RankState) -> str:
-    """Return the name of the call that a rank waits in: "save"; "": it is in none."""
-    if state.status != "waiting" or state.wait_kind == WaitKind.END_OF_BLOCK:
+    """Return the name of the call that a rank waits in, and every rank makes: "save"; "": none."""
+    if state.status != RankStatus.WAITING:
+        return ""
+    if state.wait_kind in (WaitKind.END_OF_BLOCK, WaitKind.READ):
         return ""
     name, _, _arguments = state.operation.partition("(")
     return name.strip()
@@ -159,17 +159,17 @@ def places_of(states: _States) -> dict[int, str]:
     places = {}
     for rank, state in states.items():
         places[rank] = _place_of(state)
-        if state.status != "returned" and state.wait_kind == WaitKind.END_OF_BLOCK:
+        if state.status != RankStatus.RETURNED and state.wait_kind == WaitKind.END_OF_BLOCK:
             places[rank] = _place_at_end_of_block(states, state)
     return places
 
 
 def _place_of(state: RankState) -> str:
-    if state.status == "returned":
+    if state.status == RankStatus.RETURNED:
         return "has returned"
     verb = "is"
     call = state.operation
-    if state.status == "waiting":
+    if state.status == RankStatus.WAITING:
         verb = "waits"
         call = _call_with_collective(state)
     place = f"{verb} at {state.location or 'an unknown line'}"

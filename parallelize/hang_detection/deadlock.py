@@ -6,7 +6,7 @@ one of these cases:
     mismatch    two ranks of a group began different collectives with the same sequence number
     returned    a rank that is waited for has returned
     cycle       blocked ranks wait for each other; one in `work.wait()` is not known to be blocked:
-                no stack shows it
+                no stack shows it; one that reads a number of a GPU is: see `main_thread`
 
 Any other wait may still end: a rank that evaluates, compiles or writes a file may begin the
 collective later.
@@ -32,9 +32,7 @@ from typing import TypedDict
 
 from parallelize.errors import list_ranks
 from parallelize.hang_detection.advice import advice_on, places_of
-from parallelize.hang_detection.rank_state import Collective, RankState
-
-__all__ = ["Verdict", "awaited_ranks", "find_deadlock", "timeout_verdict", "waiting_line"]
+from parallelize.hang_detection.rank_state import Collective, RankState, RankStatus
 
 _FIX = "make the same calls on every rank, with the same shapes and dtypes in the same order"
 _PLURAL = {"waits": "wait", "is": "are", "has": "have", "was": "were", "does": "do"}
@@ -76,7 +74,7 @@ def awaited_ranks(states: _States) -> _Awaited:
     missing_in: dict[tuple[str, int], frozenset[int]] = {}
     awaited: dict[int, frozenset[int]] = {}
     for rank, state in states.items():
-        if state.status != "waiting":
+        if state.status != RankStatus.WAITING:
             continue
         missing_of_rank = []
         for collective in state.pending():
@@ -151,7 +149,7 @@ def _begun_collectives(states: _States, key: tuple[str, int]) -> dict[int, Colle
 
 def _returned(states: _States, awaited: _Awaited) -> Verdict | None:
     """Return the verdict on the first rank that waits for one that has returned."""
-    returned = {rank for rank, state in states.items() if state.status == "returned"}
+    returned = {rank for rank, state in states.items() if state.status == RankStatus.RETURNED}
     for rank, awaited_by_rank in awaited.items():
         awaited_and_returned = awaited_by_rank & returned
         if awaited_and_returned:

@@ -1,12 +1,14 @@
-"""Values that rank 0 tells the other ranks through the store; the search for deadlocks knows who waits for one.
+"""Values that rank 0 tells the other ranks through the store.
 
-A value has a topic, such as the line of a loader, and a number: the first value of a topic has the number 1.
+The search for deadlocks knows who waits for one. A value has a topic, such as the line of a loader,
+and a number: the first value of a topic has the number 1.
 
     rank 0            tell("data at train.py:12", 1, b"...")        never waits
     another rank      wait("data at train.py:12", 1) -> b"..."      waits until rank 0 has told it
 
-To the search for deadlocks (see `deadlock`), each topic is a counter of collectives whose group has one member, rank 0.
-A rank that waits has begun a collective there, which rank 0 has not: so it waits for rank 0, and for nobody else.
+To that search (see `deadlock`), each topic is a counter of collectives whose group has one member,
+rank 0. A rank that waits has begun a collective there, which rank 0 has not: so it waits for rank
+0, and for nobody else.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ import torch.distributed as dist
 
 from parallelize.errors import SyncError
 from parallelize.hang_detection.rank_state import Collective
-
-__all__ = ["RANK_0", "FirstTold", "ValuesOfRank0"]
 
 RANK_0 = "rank 0"
 """Name of the group whose only member is rank 0."""
@@ -52,17 +52,19 @@ class ValuesOfRank0:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._timeout_s = timeout_s
-        # Topic -> number of the latest value, of those that this process has told.
-        self._told: dict[str, int] = {}
+        # Of the values that this process has told, the number of the latest one of each topic.
+        self._number_by_topic: dict[str, int] = {}
         self._awaited: Collective | None = None
         self._awaited_by = 0
 
     def tell(self, topic: str, number: int, value: bytes) -> None:
         """Tell the other ranks a value; for rank 0."""
-        self._store.set(_key(topic, number), value)  # type: ignore[arg-type]  # bytes are right, too
-        self._told[topic] = number
+        self._store.set(_key(topic, number), value)  # type: ignore[arg-type]  # the stub has no bytes
+        self._number_by_topic[topic] = number
 
     def wait(self, topic: str, number: int) -> bytes:
         """Return the value that rank 0 tells; for the other ranks.
@@ -70,7 +72,9 @@ class ValuesOfRank0:
         Raises:
             SyncError: rank 0 has not told it within the timeout.
         """
-        self._awaited = Collective(f"{RANK_0}/{topic}", number, f"iter() of the {topic}", is_completed=False)
+        self._awaited = Collective(
+            f"{RANK_0}/{topic}", number, f"iter() of the {topic}", is_completed=False
+        )
         self._awaited_by = threading.get_ident()
         try:
             return self._received(topic, number)
@@ -78,9 +82,11 @@ class ValuesOfRank0:
             self._awaited = None
 
     def _received(self, topic: str, number: int) -> bytes:
+        """Return the value when rank 0 has told it; the last rank that reads it removes it."""
         key = _key(topic, number)
         end_s, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
-        # Store.get would block in compiled code: Ctrl-C would not end it, and another thread's request would wait.
+        # Store.get would block in compiled code: Ctrl-C would not end it, and another thread's
+        # request would wait.
         while not self._store.check([key]):
             if time.monotonic() > end_s:
                 raise SyncError(
@@ -107,9 +113,18 @@ class ValuesOfRank0:
         return self._awaited if self._awaited_by == thread else None
 
     def collectives(self) -> list[Collective]:
-        """Return the latest value of each topic that this process has told, and the one that it waits for."""
-        told = [Collective(f"{RANK_0}/{topic}", number, "", is_completed=True) for topic, number in self._told.items()]
-        return [*told, self._awaited] if self._awaited else told
+        """Return what this process has told and waits for, as collectives.
+
+        These are the latest value of each topic that it has told, and the one that it waits for.
+        """
+        collectives = []
+        for topic, number in self._number_by_topic.items():
+            collectives.append(Collective(f"{RANK_0}/{topic}", number, "", is_completed=True))
+        # The main thread may set the attribute to None at any time.
+        awaited = self._awaited
+        if awaited is not None:
+            collectives.append(awaited)
+        return collectives
 
 
 def _key(topic: str, number: int) -> str:

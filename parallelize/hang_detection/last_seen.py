@@ -24,23 +24,12 @@ import torch.distributed as dist
 from parallelize.cluster.code_owner import is_user_frame
 from parallelize.hang_detection.stack_frames import Stack, call_site
 
-__all__ = [
-    "LastSeen",
-    "Process",
-    "SeenFiles",
-    "SeenKeys",
-    "SeenRecords",
-    "can_overwrite",
-    "line_of_function",
-    "line_of_stack",
-]
-
 # JSON needs six bytes for a character that is not ASCII. Beside its line a record has up to 250.
 _LINE_CHARACTERS = 120
 _RECORD_BYTES = 1024
 _CHECKSUM_BYTES = 8
 _STATE_FIELD, _START_FIELD = 0, 19
-"""Indices in /proc/<pid>/stat behind the program's name: `state`, `starttime` (proc_pid_stat(5))."""
+"""Indices in /proc/<pid>/stat behind the name: `state`, `starttime` (proc_pid_stat(5))."""
 
 
 class Process(NamedTuple):
@@ -132,9 +121,13 @@ class LastSeen(NamedTuple):
         return LastSeen(Process(*process), line)
 
     def certain(self) -> str:
-        """Say in a verb phrase why a rank will not answer, and its line; "" if it is not certain."""
-        what = _CERTAIN.get(self.process.state()) if self.process.is_here() else None
-        return f"{what} ({self.process.name()}), last seen at {self.line}" if what else ""
+        """Say in a verb phrase why a rank will not answer, and its line; "": it is not certain."""
+        if not self.process.is_here():
+            return ""
+        reason = _CERTAIN.get(self.process.state())
+        if reason is None:
+            return ""
+        return f"{reason} ({self.process.name()}), last seen at {self.line}"
 
     def silence(self, *, had_time: bool) -> str:
         """Say in a verb phrase that a rank has not answered, and where it was.
@@ -142,13 +135,13 @@ class LastSeen(NamedTuple):
         Args:
             had_time: whether a rank that can answer would have done so.
         """
-        what = "has not answered"
+        silence = "has not answered"
         if had_time:
             causes = "is stopped, or in compiled code that holds the GIL"
             if not self.process.is_here():
                 causes = "is stopped, in compiled code that holds the GIL, or cut off from others"
-            what = f"does not answer ({self.process.name()} {causes})"
-        return f"{what}, last seen at {self.line}"
+            silence = f"does not answer ({self.process.name()} {causes})"
+        return f"{silence}, last seen at {self.line}"
 
 
 class SeenRecords(Protocol):
@@ -227,6 +220,34 @@ class SeenKeys:
         """Leave the store to the watchdog."""
 
 
+class OwnRecord:
+    """The record of this rank, which is written only if its line has changed.
+
+    Args:
+        records: the records of all ranks; None: there is no place for them.
+    """
+
+    def __init__(self, records: SeenRecords | None) -> None:
+        self._records = records
+        self._process = Process.current()
+        self._line = ""
+
+    def write(self, line: str) -> None:
+        """Publish the main thread's line, "train.py:41 in all_reduce".
+
+        Args:
+            line: the line; "": the user's program has not begun, or has ended.
+        """
+        if self._records is not None and line not in ("", self._line):
+            self._line = line
+            self._records.write(LastSeen(self._process, line))
+
+    def close(self) -> None:
+        """Release what this process holds."""
+        if self._records is not None:
+            self._records.close()
+
+
 def can_overwrite(store: Any) -> bool:
     """Whether a store can hold records: a FileStore appends each value, and grows without end."""
     while isinstance(store, dist.PrefixStore):
@@ -235,7 +256,7 @@ def can_overwrite(store: Any) -> bool:
 
 
 def line_of_stack(stack: Stack, call: str) -> str:
-    """Return the user's innermost line with its call, "train.py:41 in all_reduce"; "" if there is no such line."""
+    """Return the user's innermost line with its call, "train.py:41 in all_reduce"; "": none."""
     if not any(is_user_frame(frame) for frame, _ in stack):
         return ""
     return _line(call_site(stack), call)

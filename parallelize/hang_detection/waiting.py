@@ -17,8 +17,6 @@ import threading
 import types
 from typing import NamedTuple
 
-__all__ = ["Wait", "WaitKind", "Waiting", "wait_of_error", "wait_of_thread", "waiting_for"]
-
 
 class WaitKind(enum.StrEnum):
     """What a report of a hang may say about a wait, beside its call."""
@@ -28,6 +26,9 @@ class WaitKind(enum.StrEnum):
 
     END_OF_BLOCK = "end of block"
     """The thread has come to the end of a parallel_model block, where the ranks meet."""
+
+    READ = "read"
+    """The thread reads a number of a GPU, whose stream waits: see `device_reads`."""
 
     OTHER = "other"
     """A part of another call, such as backward, or no wait is noted."""

@@ -44,10 +44,10 @@ def call_function(call: Call) -> Any:
     """Call the function in the active run, and return its value.
 
     Blocks that the function has started, and not stopped, end before this returns. Reports of hangs
-    show the frames below this one (`traceback_of` of hang_detection/stack_frames.py).
+    show the frames below this one.
     """
     with current().ending_blocks():
-        current().watchdog.begin(call.function)
+        current().watchdog.begin(call.function, call_function.__code__)
         try:
             return call.function(*call.args, **call.kwargs)
         except AttributeError as error:

@@ -307,7 +307,7 @@ class _Patience:
         if latest != self._progress:
             self._progress = latest
             self._progressed_s = now_s
-        has_pending = any(begun != completed for begun, completed in latest)
+        has_pending = any(group.begun != group.completed for group in latest)
         is_waiting = has_pending or _is_in_torch_distributed()
         if is_waiting and now_s - self._progressed_s >= self._longest_stalled_s:
             self._is_over = True

@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelize.hang_detection import watchdog
+from parallelize.hang_detection import judge as judge_file
+from parallelize.hang_detection.judge import Judge, TorchError
 from parallelize.hang_detection.last_seen import LastSeen, Process, SeenFiles
 from parallelize.hang_detection.rank_state import Collective, RankState
-from parallelize.hang_detection.watchdog import Judge, Watchdog
+from parallelize.hang_detection.watchdog import Watchdog
 
 LINE = "ranks 0-2 wait at a.py:1 in barrier for rank 3, which is at a.py:1"
 
@@ -97,7 +98,7 @@ def test_all_waiting_ranks_get_the_verdict_of_one_judge(gone: int) -> None:
 
 def test_rank_0_logs_who_is_missing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line for all ranks, whichever rank judges."""
-    monkeypatch.setattr(watchdog, "_FIRST_LINE_S", 3.0)  # as long as ranks that wait have waited
+    monkeypatch.setattr(judge_file, "_FIRST_LINE_S", 3.0)  # as long as ranks that wait have waited
     world = World(4)
     with caplog.at_level(logging.WARNING, logger="parallelize"):
         world.check(6)
@@ -115,7 +116,7 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     world = World(4, timeout_s=5.0)
     world.status[3] = "returned"  # it makes no checks, and has published nothing
     world.check(3)
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(judge_file, "_ANSWER_S", 0.0)
     assert world.check(3) == {LINE.replace("which is at a.py:1", "which has not answered")}
 
 
@@ -150,22 +151,22 @@ def test_the_verdict_comes_although_the_judge_is_stopped() -> None:
 
 def test_a_deadlock_is_found_although_the_judge_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge asks every 4 s, so that none is at work if nobody asks for long."""
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(judge_file, "_ANSWER_S", 0.0)
     world = World(4)
     world.check(3)
     world.silent.add(0)
     world.leave(3)
     world.check(1)
-    monkeypatch.setattr(watchdog, "_NO_SIGN_S", 0.0)
+    monkeypatch.setattr(judge_file, "_NO_SIGN_S", 0.0)
     assert world.check(3) == {"ranks 1-2 wait at a.py:1 in barrier for rank 3, which has returned"}
 
 
-@pytest.mark.parametrize(("has_timed_out", "ends"), [(True, True), (False, False)], ids=["timed out", "closed"])
-def test_only_a_collective_that_has_timed_out_is_explained_by_its_timeout(has_timed_out: bool, ends: bool) -> None:
+@pytest.mark.parametrize(("error", "ends"), [(TorchError.TIMEOUT, True), (TorchError.OTHER, False)])
+def test_only_a_collective_that_has_timed_out_is_explained_by_its_timeout(error: TorchError, ends: bool) -> None:
     """A closed connection may come at any time, also after a timeout= that is shorter than the search."""
     world = World(4, timeout_s=2.0)
     world.status[1:] = 3 * ["running"]
-    world.judges[0].has_timed_out = has_timed_out
+    world.judges[0].error = error
     world.check(4)
     assert (0 in world.ended) is ends
 
@@ -240,7 +241,9 @@ def test_a_store_that_is_stopped_does_not_keep_the_error() -> None:
     finally:
         server.kill()
         server.communicate()
-        guard._thread.join()
+        for thread in threading.enumerate():
+            if thread.name == "parallelize-watch":
+                thread.join()
         dist.destroy_process_group()
 
 
