@@ -1,22 +1,30 @@
-"""`logical=`: batches in the same parts at any number of processes, so that the weights get the same bits.
+"""`logical=`: each batch has the same parts, and the weights the same bits, at any world size.
 
     logical=4, two processes      process 0             process 1
     a batch of all                part 0   part 1       part 2   part 3
     forward                       one part after another, each with random numbers of its own
-    gradient of a parameter      (  g0   +   g1  )  +  (  g2   +   g3  )     one tree, in and over processes
+    gradient of a parameter      (  g0   +   g1  )  +  (  g2   +   g3  )    one tree, in and over
+                                                                            the processes
 
-A part computes with aliases of the parameters. Autograd adds the gradients of two aliases, and of two of these sums:
-the sum of two numbers has the same bits in either order. The reducer goes on with the tree over the processes. What a
-loss multiplies the gradients of a part by, 1/samples of the process, differs by a power of two.
+A part computes with aliases of the parameters. Autograd adds the gradients of two aliases, and of
+two of these sums: the sum of two numbers has the same bits in either order. The reducer goes on
+with the tree over the processes. What a loss multiplies the gradients of a part by, 1/samples of
+the process, differs by a power of two.
+
+Glossary:
+
+    part        some samples of a batch; all processes together have `logical` parts of it
+    division    how a process divides the batch of one forward into parts
+    alias       a view of a parameter, with which one part computes
+    stream      the random numbers of one part
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,96 +32,59 @@ from torch import nn
 from torch.func import functional_call
 from typing_extensions import override
 
+from parallelize.backends.batches import Batch, Inputs, joined_parts
 from parallelize.backends.ddp_engine import DDPOptions
+from parallelize.backends.logical_checks import LogicalChecks
+from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
-from parallelize.gradients.autograd_graph import has_sparse_gradient, mark_outputs, marks_of, node_of, nodes_behind
-from parallelize.gradients.target_counts import loss_counts
+from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.plugins.base import Inner, Session
-from parallelize.run.containers import leaves, map_leaves, with_leaves
+from parallelize.run.containers import leaves
 from parallelize.run.context import Runtime, current
 from parallelize.run.generators import RNGState, derive_seed, global_generators
-from parallelize.run.user_line import user_stacklevel
 from parallelize.torch_patches.arithmetic import deterministic_kernels
-from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
+from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import SplitAtBuckets
-from parallelize.torch_patches.module_tensors import all_named_parameters
 from parallelize.torch_patches.transforms import refuse_transform
 
-__all__ = ["Parts", "PartsOfBlock", "same_bits"]
+_GRAPH_BYTES = 25 * 2**20
+"""Size of the buckets at which torch.compile splits a graph: that of the reducer's."""
 
 
 class PartsOfBlock:
-    """What the parts of a block's models share; it looks at the first backward passes for what has no parts."""
+    """What the parts of a block's models share.
+
+    Args:
+        run: the run in this process.
+
+    Attributes:
+        run: as given.
+        checks: warn of what has no parts.
+        aliases: model -> name of a parameter -> its alias for each part of this process, for the
+            forwards up to the next backward pass.
+    """
 
     def __init__(self, run: Runtime) -> None:
-        self.run, self.what = run, f"logical={run.config.logical}"
-        # Model -> name of a parameter -> its aliases, for the forwards up to the next backward pass.
+        self.run = run
+        self.checks = LogicalChecks(run)
         self.aliases: dict[nn.Module, dict[str, list[torch.Tensor]]] = {}
-        self.looks, self.forwards = 2, 8  # that are left to look at; a GAN has two losses
-        self.names: dict[int, str] = {}  # of parameters, by id
-        self.outputs: list[tuple[torch.Tensor, int]] = []  # with the number of samples of the first part
-        self.generators: RNGState | None = None  # after the latest forward
-        self.passes = 0  # of loaders, which draw an order, at the latest forward
 
-    def backward(self, each: Pass, run: Run) -> None:
+    def backward(self, backward_pass: Pass, run: Run) -> None:
         """Run a backward pass; a subscriber of torch_patches.backward."""
         self.aliases.clear()
-        if self.looks:
-            self._look(each.roots)
-        self.outputs.clear()
-        run(each)
-
-    def _look(self, roots: Roots) -> None:
-        nodes = list(nodes_behind(map(node_of, roots), owner=self))
-        if not any(self in marks_of(node) for node in nodes):
-            return
-        self.looks -= 1
-        direct = [name for node in nodes if (name := self.names.get(id(getattr(node, "variable", None))))]
-        sums = [each.operation for each in loss_counts(roots) if each.count is None]
-        if direct:
-            self.warn(f"{direct[0]} is used outside of a forward")
-        elif sums:
-            self.warn(f"the loss is a {sums[0]}, and no mean over samples")
-        elif self._mixes(roots):
-            self.warn("the loss compares samples of a batch with each other")
-
-    def _mixes(self, roots: Roots) -> bool:
-        """Whether the gradient of the first part's outputs depends on the outputs of others."""
-        tensors = [each for each, _ in self.outputs]
-        losses = [each for each in roots if isinstance(each, torch.Tensor) and each.numel() == 1]
-        if not tensors or not losses:
-            return False
-        with contextlib.suppress(RuntimeError):  # an operation that cannot be differentiated twice
-            gradients: Any = torch.autograd.grad(losses, tensors, create_graph=True, allow_unused=True)
-            firsts = [
-                (each[:size] * torch.linspace(1, 2, each.shape[-1], device=each.device, dtype=each.dtype)).sum()
-                for each, (_, size) in zip(gradients, self.outputs, strict=True)
-                if each is not None and each.requires_grad
-            ]
-            if firsts:
-                seconds: Any = torch.autograd.grad(firsts, tensors, retain_graph=True, allow_unused=True)
-                pairs = zip(seconds, self.outputs, strict=True)
-                return any(each is not None and bool(each[size:].any()) for each, (_, size) in pairs)
-        return False
-
-    def forward(self, output: Any, inputs: Any, size: int) -> None:
-        """Note a forward that records gradients, with the number of samples of its first part."""
-        # Beside the mark of the block: only the first forwards of a run are marked, and of one process, too.
-        mark_outputs(output, inputs=inputs, owners=[self])
-        found = [each for each in leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
-        self.outputs += [(each, size) for each in found if each.ndim and len(each) > size]
-
-    def warn(self, what: str) -> None:
-        """Warn of what makes the weights depend on the number of processes."""
-        text = f"{self.what}: {what}, so that the weights depend on the number of processes"
-        warnings.warn(text, stacklevel=user_stacklevel())
+        self.checks.before_backward(backward_pass.roots)
+        run(backward_pass)
 
 
 @contextlib.contextmanager
 def same_bits(run: Runtime) -> Iterator[PartsOfBlock | None]:
-    """Compute in the context with deterministic kernels, and with one number of threads for any number of processes.
+    """Compute in the context so that the bits do not depend on the number of processes.
 
-    torch warns by name of the kernels that have no deterministic variant.
+    Kernels are deterministic, and torch warns by name of those that have no deterministic variant.
+    Each process has the number of threads that `logical` processes on this machine could have.
+
+    Args:
+        run: the run in this process.
 
     Yields:
         What the models of the block share; None without `logical=`.
@@ -127,6 +98,19 @@ def same_bits(run: Runtime) -> Iterator[PartsOfBlock | None]:
         yield parts
 
 
+@dataclass(frozen=True)
+class _Division:
+    """How the batch of one forward is divided.
+
+    Args:
+        sizes: number of samples of each part.
+        first_stream: number of the random numbers of the first part.
+    """
+
+    sizes: Sequence[int]
+    first_stream: int
+
+
 class Parts(nn.Module):
     """Runs the forward of a model part by part, and joins the outputs.
 
@@ -136,163 +120,232 @@ class Parts(nn.Module):
         options: of the backend.
 
     Raises:
-        ConfigError: the model's gradients, or the block's options, have other bits at another number of processes.
+        ConfigError: the model's gradients, or the block's options, have other bits at another
+            number of processes.
     """
 
     def __init__(self, inner: Inner, parts: PartsOfBlock, options: DDPOptions) -> None:
         super().__init__()
-        self._bits, world = parts, current().world
-        assert self._bits.run.config.logical is not None
-        self._inner, self._count = inner, self._bits.run.config.logical // world.world_size
-        self._first = world.rank * self._count
-        self._drawn = self._since = 0  # number drawn by the latest recorded forward, and forwards since it
-        self._recorded = 0
-        self._split = SplitAtBuckets(25 * 2**20)
-        self._bits.names.update((id(each), name) for name, each in all_named_parameters(inner.model))
-        # Autocast keeps a copy in half precision of a leaf, to which all its gradients go, and none of an alias.
-        self._has_aliases = self._count > 1 or type(inner.session) is not Session
-        session: Any = inner.session
-        is_in_half = any(getattr(session, name, None) is not None for name in ("scaling", "weights"))
-        for is_fault, what, fix in (
-            (any(map(has_sparse_gradient, inner.modules())), "an embedding of sparse gradients", "use sparse=False"),
-            (inner.buffer_source == "mean", "buffers='mean'", "drop buffers="),
-            (not options.broadcast_buffers, "broadcast_buffers=False", "drop it"),
-            (options.reduction(inner).dtype, "gradients that are sent in another dtype", "drop comm_hook="),
-            (is_in_half, "amp in fp16, or of level O2 or O3", "use amp='bf16'"),
-        ):
-            if is_fault:
-                why = "the bits would depend on the number of processes"
-                raise ConfigError(f"{self._bits.what} with {what}", why=why, fix=fix)
+        run = parts.run
+        world = current().world
+        assert run.config.logical is not None
+        _refuse_options(run, inner, options)
+        self._run = run
+        self._shared = parts
+        self._inner = inner
+        self._parts_of_process = run.config.logical // world.world_size
+        self._first_part = world.rank * self._parts_of_process
+        # Drawn by the latest forward with gradients, and the number of forwards since then.
+        self._drawn_number = 0
+        self._forwards_since = 0
+        self._has_recorded = False
+        self._split = SplitAtBuckets(_GRAPH_BYTES)
+        # Autocast keeps a copy in half precision of a leaf, to which all gradients of the leaf go.
+        # It keeps none of an alias. So a single part computes with an alias, too, as several do.
+        has_amp = type(inner.session) is not Session
+        self._has_aliases = self._parts_of_process > 1 or has_amp
+        parts.checks.add(inner.model)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of this process's parts of a batch, and return their joined outputs."""
         refuse_transform(
-            "logical= divides each batch into parts, and a transform hides how many samples there are",
+            "logical= divides each batch into parts, and a transform hides how many samples there "
+            "are",
             fix="drop logical=, or transform only what is computed outside of the model's forward",
         )
-        bits, is_recorded = self._bits, torch.is_grad_enabled()
-        sizes = self._sizes((args, kwargs), is_recorded=is_recorded)
+        inputs: Inputs = (args, kwargs)
+        is_recorded = torch.is_grad_enabled()
+        division = self._division(inputs, is_recorded=is_recorded)
+        checks = self._shared.checks
         if is_recorded:
-            passes, bits.passes = bits.passes, bits.run.loaders.passes
-            is_same_pass = passes == bits.passes
-            if bits.forwards and is_same_pass and bits.generators is not None and bits.generators.has_changed():
-                bits.warn("random numbers were drawn between two forwards, perhaps for each sample")
-            # A number that all processes draw alike.
-            self._drawn, self._since = int(torch.randint(2**62, (), device="cpu").item()), 0
-            self._recorded += 1
-            bits.forwards = max(bits.forwards - 1, 0)
-        self._since += 1
-        parts = _split((args, kwargs), sizes)
-        is_first = is_recorded and self._recorded == 1
-        buffers = dict(self._inner.named_buffers()) if is_first or len(parts) > 1 else {}
-        # Each part begins with the same buffers; those of the first one stay, as rank 0's under ddp.
-        copies = [{name: each.clone() for name, each in buffers.items()} for _ in parts[1 - is_first :]]
-        state = RNGState(bits.run.devices)
+            checks.before_forward()
+            # All processes draw the same number.
+            self._drawn_number = int(torch.randint(2**62, (), device="cpu").item())
+            self._forwards_since = 0
+        self._forwards_since += 1
+        is_first = is_recorded and not self._has_recorded
+        self._has_recorded = self._has_recorded or is_recorded
+        generators = RNGState(self._run.devices)
         try:
-            outputs = [self._run(number, *each) for number, each in enumerate(zip(parts, [{}, *copies], strict=False))]
-            if is_first and not _are_equal(outputs[0], self._run(0, parts[0], copies[-1])):
-                bits.warn("forward has returned other bits when a part of a batch ran again")
+            output = self._run_parts(inputs, division, is_first=is_first)
         finally:
-            state.restore()
-            bits.generators = state if is_recorded else None
-        output = outputs[0] if len(outputs) == 1 else _joined(outputs, sizes)
-        if is_recorded and bits.looks:
-            bits.forward(output, (args, kwargs), sizes[0])
+            generators.restore()
+        if not is_recorded:
+            checks.after_evaluation()
+            return output
+        checks.after_forward(generators)
+        checks.note_outputs(output, inputs=inputs, first_rows=division.sizes[0])
         return output
 
-    def _run(self, number: int, part: Any, buffers: dict[str, torch.Tensor]) -> Any:
-        bits = self._bits
-        seed = derive_seed(self._drawn, self._since, self._first + number)
-        for each in global_generators(bits.run.devices).values():
-            each.seed(seed)
+    def _run_parts(self, inputs: Inputs, division: _Division, *, is_first: bool) -> Any:
+        """Return the joined outputs of all parts.
+
+        Args:
+            inputs: the arguments of the model.
+            division: how they are divided.
+            is_first: whether the first part runs again, to compare its bits.
+        """
+        batch = Batch.of_rows(inputs, sum(division.sizes))
+        parts = batch.parts(division.sizes)
+        if len(parts) > 1:
+            parts = [batch.in_own_memory(part) for part in parts]
+        # Each part begins with the same buffers. The first part writes to those of the model, which
+        # stay, as rank 0's do under ddp.
+        copies_of_buffers = [self._copied_buffers() for _ in parts[1:]]
+        buffers_of_check = self._copied_buffers() if is_first else {}
+        outputs = [self._run_part(0, parts[0], {}, division)]
+        for number, buffers in enumerate(copies_of_buffers, start=1):
+            outputs.append(self._run_part(number, parts[number], buffers, division))
+        if is_first:
+            # What the model keeps, such as a number of calls, is as if no part ran again.
+            state = ModelState(self._inner.model, self._run.devices)
+            try:
+                output_again = self._run_part(0, parts[0], buffers_of_check, division)
+            finally:
+                state.restore()
+            self._shared.checks.compare_again(outputs[0], output_again)
+        if len(outputs) == 1:
+            return outputs[0]
+        return joined_parts(outputs, division.sizes)
+
+    def _run_part(
+        self, number: int, part: Inputs, buffers: dict[str, torch.Tensor], division: _Division
+    ) -> Any:
+        """Run the forward of one part.
+
+        Args:
+            number: number of the part in this process.
+            part: its inputs.
+            buffers: what the part computes with in place of the model's buffers, by name.
+            division: how the batch is divided.
+        """
+        stream = division.first_stream + number
+        seed = derive_seed(self._drawn_number, self._forwards_since, stream)
+        for generator in global_generators(self._run.devices).values():
+            generator.seed(seed)
         tensors = dict(buffers)
         if self._has_aliases and torch.is_grad_enabled():
-            known = bits.aliases.setdefault(self, {})
-            for name, parameter in self._inner.named_parameters() if not known else ():
-                if parameter.requires_grad:
-                    known[name] = _tree(parameter.view_as(parameter), self._count)
-            tensors.update((name, aliases[number]) for name, aliases in known.items())
+            for name, aliases in self._aliases().items():
+                tensors[name] = aliases[number]
         args, kwargs = part
         with self._split:
-            return functional_call(self._inner, tensors, args, kwargs) if tensors else self._inner(*args, **kwargs)
+            if tensors:
+                return functional_call(self._inner, tensors, args, kwargs)
+            return self._inner(*args, **kwargs)
 
-    def _sizes(self, inputs: Any, *, is_recorded: bool) -> list[int]:
-        """Return the number of samples in each part."""
-        tensors = [each for each in leaves(inputs) if isinstance(each, torch.Tensor) and each.ndim]
-        size = len(tensors[0]) if tensors else 0
-        batches = current().loaders.parts_by_size
-        known, is_even = batches.get(size, ([], False))
-        if known and (is_even or not is_recorded):
-            return [each for each in known if each]
-        if not is_recorded:
-            return [size]
-        kind = type(self._inner.model).__name__
-        raise ConfigError(
-            f"{self._bits.what} with a forward of {kind} whose inputs have {size or 'no'} samples",
-            why="its parts have unequal numbers of samples"
-            if known
-            else f"the batches of shard_loader have {' or '.join(map(str, batches)) or 'none'} in this process",
-            fix="use tail='pad' or 'drop'"
-            if known
-            else "call the model with a whole batch of shard_loader, of tensors with the batch dimension first",
+    def _copied_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.clone() for name, buffer in self._inner.named_buffers()}
+
+    def _aliases(self) -> dict[str, list[torch.Tensor]]:
+        """Return the aliases of each trained parameter, which live until the next backward."""
+        aliases_by_name = self._shared.aliases.setdefault(self, {})
+        if not aliases_by_name:
+            for name, parameter in self._inner.named_parameters():
+                if parameter.requires_grad:
+                    alias = parameter.view_as(parameter)
+                    aliases_by_name[name] = _aliases_in_tree(alias, self._parts_of_process)
+        return aliases_by_name
+
+    def _division(self, inputs: Inputs, *, is_recorded: bool) -> _Division:
+        """Return how the batch of a forward is divided, by the number of its samples.
+
+            a batch of a sharded loader       as the loader has divided it
+            an evaluation, of as many         as those processes divide it: so it has the same bits
+            samples as such a batch has at    at any number of processes
+            another number of processes
+            an evaluation of other batches    not at all
+
+        Raises:
+            ConfigError: gradients are recorded, and the batch is not one of a loader, or has parts
+                of unequal sizes.
+        """
+        samples = _count_of_samples(inputs)
+        latest = current().loaders.parts_by_loader.values()
+        of_this_size = [parts for parts in latest if sum(parts.sizes) == samples]
+        if is_recorded and not of_this_size:
+            sizes = [str(sum(parts.sizes)) for parts in latest]
+            raise self._undivided_error(
+                samples,
+                why=f"the batches of shard_loader have {' or '.join(sizes) or 'none'} in this "
+                "process",
+                fix="call the model with a whole batch of shard_loader, of tensors with the batch "
+                "dimension first",
+            )
+        if is_recorded and not all(parts.are_equal for parts in of_this_size):
+            raise self._undivided_error(
+                samples,
+                why="its parts have unequal numbers of samples",
+                fix="use tail='pad' or 'drop'",
+            )
+        if of_this_size and samples:
+            sizes_of_parts = [size for size in of_this_size[-1].sizes if size]
+            return _Division(sizes_of_parts, self._first_part)
+        for parts in latest:
+            count = self._count_of_equal_parts(samples, parts.first_size)
+            if count > 1:
+                return _Division([parts.first_size] * count, first_stream=0)
+        return _Division([samples], first_stream=0)
+
+    def _count_of_equal_parts(self, samples: int, size: int) -> int:
+        """Return how many parts a process may have of a batch; 1: none has it in parts."""
+        assert self._run.config.logical is not None
+        count = self._run.config.logical
+        while count > 1 and count * size != samples:
+            count //= 2
+        return count
+
+    def _undivided_error(self, samples: int, *, why: str, fix: str) -> ConfigError:
+        model_name = type(self._inner.model).__name__
+        return ConfigError(
+            f"logical={self._run.config.logical} with a forward of {model_name} whose inputs have "
+            f"{samples or 'no'} samples",
+            why=why,
+            fix=fix,
         )
 
 
-def _are_equal(first: Any, again: Any) -> bool:
-    pairs = zip(leaves(first), leaves(again), strict=True)
-    return all(torch.equal(*pair) for pair in pairs if isinstance(pair[0], torch.Tensor))
+def _refuse_options(run: Runtime, inner: Inner, options: DDPOptions) -> None:
+    """Raise a ConfigError for gradients and options by which the bits would differ."""
+    has_sparse_gradients = any(map(has_sparse_gradient, inner.modules()))
+    # Loss scaling and casts of weights need the marks of outputs; autocast alone does not.
+    is_cast_or_scaled = inner.session.mark_owner is not None
+    faults = (
+        (has_sparse_gradients, "an embedding of sparse gradients", "use sparse=False"),
+        (inner.buffer_source == "mean", "buffers='mean'", "drop buffers="),
+        (not options.broadcast_buffers, "broadcast_buffers=False", "drop it"),
+        (
+            options.reduction(inner).dtype is not None,
+            "gradients that are sent in another dtype",
+            "drop comm_hook=",
+        ),
+        (is_cast_or_scaled, "amp in fp16, or of level O2 or O3", "use amp='bf16'"),
+    )
+    for is_fault, option, fix in faults:
+        if is_fault:
+            raise ConfigError(
+                f"logical={run.config.logical} with {option}",
+                why="the bits would depend on the number of processes",
+                fix=fix,
+            )
 
 
-def _tree(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return aliases of a tensor, whose gradients autograd adds in pairs."""
+def _aliases_in_tree(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return aliases of a tensor, whose gradients autograd adds by pairs.
+
+    Args:
+        tensor: itself an alias.
+        count: number of aliases, a power of two.
+    """
     if count == 1:
         return [tensor]
-    halves = (tensor.view_as(tensor) for _ in range(2))
-    return [each for half in halves for each in _tree(half, count // 2)]
+    first_half = _aliases_in_tree(tensor.view_as(tensor), count // 2)
+    return first_half + _aliases_in_tree(tensor.view_as(tensor), count // 2)
 
 
-def _split(inputs: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return the inputs of each part; tensors without the batch dimension go to all of them."""
-    if len(sizes) == 1:
-        return [inputs]
-    starts = itertools.accumulate(sizes, initial=0)
-
-    def part(start: int, size: int) -> Any:
-        def narrowed(leaf: Any) -> Any:
-            has_batch = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == sum(sizes)
-            # A part begins where an allocation does, as the batch of a process with this part alone. Libraries choose
-            # their kernels by the alignment of addresses too, such as cuBLAS up to 256 bytes.
-            return leaf.narrow(0, start, size).clone() if has_batch else leaf
-
-        return map_leaves(narrowed, inputs)
-
-    return list(itertools.starmap(part, zip(starts, sizes, strict=False)))
-
-
-def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the output of a batch: rows of all parts, means of losses, and what is equal in all."""
-    columns = zip(*map(leaves, outputs), strict=True)
-    return with_leaves(outputs[0], [_joined_leaf(column, sizes) for column in columns])
-
-
-def _joined_leaf(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = parts[0]
-    if not isinstance(first, torch.Tensor):
-        is_equal = all(each == first for each in parts)
-    elif first.ndim and all(each.shape[:1] == (size,) for each, size in zip(parts, sizes, strict=True)):
-        return torch.cat(list(parts))
-    elif not first.ndim and first.is_floating_point():
-        values = [each * (size * len(sizes) / sum(sizes)) for each, size in zip(parts, sizes, strict=True)]
-        while len(values) > 1:
-            values = [sum(values[index : index + 2]) for index in range(0, len(values), 2)]
-        return values[0] / len(sizes)
-    else:
-        is_equal = all(each.shape == first.shape and torch.equal(each, first) for each in parts)
-    if not is_equal:
-        raise ConfigError(
-            f"an output of forward under logical=: {getattr(first, 'shape', type(first).__name__)}",
-            why="it differs between the parts of a batch, and has no batch dimension to join them",
-            fix="return tensors with the batch dimension first, or losses that are means over samples",
-        )
-    return first
+def _count_of_samples(inputs: Inputs) -> int:
+    """Return the length of the first tensor that has dimensions; 0: there is none."""
+    for leaf in leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return len(leaf)
+    return 0

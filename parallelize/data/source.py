@@ -195,7 +195,7 @@ class Pass:
         first = len(split.positions(0, step))
         last = len(split.positions(split.shares - 1, step))
         sizes = [self.count_of_share(share, step) for share in self.source.shares]
-        return Parts(sizes, are_equal=first == last)
+        return Parts(sizes, self.count_of_share(0, step), are_equal=first == last)
 
     def count(self, step: int) -> int:
         """Count the samples of this process in a step, with repeats."""

@@ -16,10 +16,12 @@ class Parts(NamedTuple):
 
     Args:
         sizes: number of samples of each part.
+        first_size: number of samples of the first part of all processes.
         are_equal: whether all parts of all processes have equally many samples.
     """
 
     sizes: list[int]
+    first_size: int
     are_equal: bool
 
 
@@ -55,8 +57,8 @@ class LoadersOfRun:
             ranks have computed values of different samples.
         merged_ranks: number of ranks whose batches this one process reads in each step, for
             `compare`.
-        parts_by_size: number of samples of a batch -> the parts of the latest batch of that size.
-            `logical=` looks for the parts of a forward by the size of its inputs.
+        parts_by_loader: name of a loader -> the parts of its latest batch, under `logical=`. A
+            forward has the parts of the batch that has as many samples.
         shared_samples: number of this process's samples in the latest batch, if all processes share
             the batch (batch="global"); 0: they do not share it, or the number is not known. Loaders
             set it, for the check of losses that compare the samples of a batch.
@@ -72,7 +74,7 @@ class LoadersOfRun:
     compared_data: set[str] = field(default_factory=set)
     has_evaluated: bool = False
     merged_ranks: int = 1
-    parts_by_size: dict[int, Parts] = field(default_factory=dict)
+    parts_by_loader: dict[str, Parts] = field(default_factory=dict)
     shared_samples: int = 0
     active: WeakSet[ActiveLoader] = field(default_factory=WeakSet)
     unwatched: Unwatched = field(default_factory=Unwatched)

@@ -212,6 +212,10 @@ def test_compare_finds_equal_bits() -> None:
 # Programs that cannot have the same bits
 
 
+STEPS = 5
+"""Steps of `steps` with logical=2: 18 samples in two parts of 2 samples, padded."""
+
+
 def steps(
     loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor], model: nn.Module | None = None, tail: Any = None
 ) -> None:
@@ -303,6 +307,74 @@ def test_what_has_no_parts_is_refused(name: str) -> None:
     options, function, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         distributed(**{"processes": 1, "logical": 4, **options})(function or with_block())()
+
+
+def test_a_forward_that_runs_again_leaves_no_trace() -> None:
+    """The first part runs twice, to compare its bits; the model keeps what one run has left."""
+    model = Counting()
+    with pytest.warns(UserWarning, match="other bits when a part of a batch ran again"):
+        distributed(processes=1, logical=2)(steps)(lambda model, x: model(x).square().mean(), model)
+    assert model.calls == 2 * STEPS
+
+
+def of_two_loaders(model: nn.Module) -> None:
+    """Train on two loaders, whose batches are read before their forwards, and on a batch again."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+    with parallel_model(model):
+        labeled = shard_loader(DataLoader(TensorDataset(rows[:16]), batch_size=2))
+        unlabeled = shard_loader(DataLoader(TensorDataset(rows[16:]), batch_size=4))
+        for (x,), (y,) in zip(labeled, unlabeled, strict=True):
+            for _ in range(2):
+                optimizer.zero_grad()
+                (model(x).square().mean() + model(y).sin().mean()).backward()
+                optimizer.step()
+
+
+def test_batches_of_two_loaders_have_parts() -> None:
+    """Each forward has the parts of its batch, whichever loader was read last."""
+    checksums = set()
+    for processes in (1, 2, 4):
+        torch.manual_seed(0)
+        model = Mlp()
+        distributed(processes=processes, logical=4)(of_two_loaders)(model)
+        checksums.add(checksum_of(model))
+    assert len(checksums) == 1
+
+
+class Wide(nn.Module):
+    """Sums of many products, whose bits depend on the number of rows that a kernel gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def evaluated(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Train for a step, then evaluate batches of several sizes, of loaders that are not sharded."""
+    rows = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+    outputs = {}
+    with parallel_model(model):
+        for (x,) in shard_loader(DataLoader(TensorDataset(rows[:8]), batch_size=2)):
+            model(x).square().mean().backward()
+        model.eval()
+        with torch.no_grad():
+            for size in (1, 2, 3, 4, 8, 12):
+                loader = DataLoader(TensorDataset(rows), batch_size=size)
+                outputs[size] = torch.cat([model(x) for (x,) in loader])
+    return outputs
+
+
+def test_an_evaluation_of_loaders_that_are_not_sharded_has_the_same_bits() -> None:
+    """Also of batches that have as many samples as those of the sharded loader in some process."""
+    torch.manual_seed(0)
+    model = Wide()
+    alone, *others = [distributed(processes=count, logical=4)(evaluated)(model) for count in (1, 2, 4)]
+    for outputs in others:
+        assert [size for size in alone if not torch.equal(outputs[size], alone[size])] == []
 
 
 def test_the_start_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
