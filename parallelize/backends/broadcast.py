@@ -32,8 +32,6 @@ from parallelize.torch_patches.module_tensors import (
     local_part,
 )
 
-__all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "place", "refuse_unbroadcastable"]
-
 _ALONE_BYTES = 2**20
 """A tensor of this size is sent alone and needs no copy.
 
@@ -94,7 +92,8 @@ def _windows_overlap(tensor: torch.Tensor) -> bool:
     They do in the windows of `unfold`: rank 0's values for one window would overwrite those of
     the next one.
     """
-    reach = 1  # elements of memory that the dimensions with smaller strides span
+    # Number of elements of memory that the dimensions with smaller strides span.
+    reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride == 0 or size <= 1:
             continue
@@ -120,6 +119,7 @@ def place(module: nn.Module, device: torch.device) -> None:
             *all_parameters(submodule, recurse=False),
             *all_buffers(submodule, recurse=False),
         ]
+        # A model on "meta" has shapes and no memory.
         without_values = [tensor for tensor in tensors if tensor.is_meta]
         if without_values:
             _give_values(submodule, without_values, device)

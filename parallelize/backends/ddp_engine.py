@@ -10,21 +10,27 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
+from parallelize.backends.broadcast import (
+    RegisteredBuffers,
+    broadcast_from_rank_0,
+    refuse_unbroadcastable,
+)
 from parallelize.plugins.base import Backend, Engine, Inner, Reduction
 from parallelize.plugins.options import Parse, flag, invalid, number
 from parallelize.run.context import current
 from parallelize.torch_patches.forward import SplitAtBuckets
 from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 
-__all__ = ["DTYPES", "DDPOptions", "ReplicatedEngine"]
+_DTYPES_SENT = {"fp16": torch.float16, "bf16": torch.bfloat16}
+"""Name in the option `comm_hook` -> the dtype in which gradients are sent."""
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DEFAULT_BUCKET_MB = 25
+"""Size of the buckets, in MiB, as in DistributedDataParallel."""
 
 
 def _comm_hook(name: str, value: Any) -> str:
     """Parse the dtype in which gradients are sent."""
-    if isinstance(value, str) and value in DTYPES:
+    if isinstance(value, str) and value in _DTYPES_SENT:
         return str(value)
     raise invalid(
         name,
@@ -37,20 +43,24 @@ def _comm_hook(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOptions(Backend):
-    """Options of the averaging of gradients, by the names that they have in DistributedDataParallel.
+    """Options of the averaging of gradients, by their names in DistributedDataParallel.
 
     Args:
-        find_unused_parameters: accepted, and needless: parameters that a rank has not used are known.
+        find_unused_parameters: accepted, and needless: parameters that a rank has not used are
+            known.
         static_graph: accepted, and needless: an iteration may use any parameters, in any order.
-        gradient_as_bucket_view: accepted, and needless: no buckets are kept between backward passes.
+        gradient_as_bucket_view: accepted, and needless: no buckets are kept between backward
+            passes.
         bucket_cap_mb: size in MiB of the buckets in which gradients are all-reduced; None: 25.
-        batched_grad_copy: accepted, and needless: gradients are copied to each bucket by one kernel.
-        broadcast_buffers: whether ranks keep their buffers alike (batch norm's running statistics), as `buffers=` of
-            parallel_model says; False: each rank keeps its own.
-        comm_hook: "fp16" or "bf16": dtype in which dense real gradients are sent; None: as mixed precision's
-            `communication_dtype` says.
+        batched_grad_copy: accepted, and needless: gradients are copied to each bucket by one
+            kernel.
+        broadcast_buffers: whether ranks keep their buffers alike (batch norm's running statistics),
+            as `buffers=` of parallel_model says; False: each rank keeps its own.
+        comm_hook: "fp16" or "bf16": dtype in which dense real gradients are sent; None: as mixed
+            precision's `communication_dtype` says.
 
-    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
+    Source:
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
 
     option_parsers: ClassVar[Mapping[str, Parse]] = {
@@ -72,15 +82,23 @@ class DDPOptions(Backend):
 
     def reduction(self, inner: Inner) -> Reduction:
         """Return how the gradients of a model are averaged."""
-        dtype = DTYPES[self.comm_hook] if self.comm_hook else inner.session.communication_dtype
+        dtype = inner.session.communication_dtype
+        if self.comm_hook is not None:
+            dtype = _DTYPES_SENT[self.comm_hook]
+        bucket_bytes = (self.bucket_cap_mb or _DEFAULT_BUCKET_MB) * 2**20
         is_ordered = current().config.logical is not None
-        return Reduction((self.bucket_cap_mb or 25) * 2**20, dtype, is_ordered)
+        return Reduction(bucket_bytes, dtype, is_ordered)
 
 
 class ReplicatedEngine(Engine):
     """Engine of a model that each rank holds; all start from rank 0's parameters and buffers.
 
-    In training, the buffers are kept alike as `buffers=` says.
+    In training, the buffers are kept alike as `buffers=` says:
+
+        "rank0"                  each forward begins with rank 0's buffers
+        "rank0", with logical=   they are broadcast after each forward: rank 0 may evaluate before
+                                 the next one, with the buffers of one process
+        "mean"                   floating buffers are averaged after each forward
 
     Args:
         options: options of the backend.
@@ -92,36 +110,49 @@ class ReplicatedEngine(Engine):
     """
 
     def __init__(self, options: DDPOptions, module: nn.Module, *, inner: Inner) -> None:
-        model = inner.model
-        refuse_unbroadcastable(model)
-        self.reduction = options.reduction(inner)
-        self._model, self._how = model, inner.buffer_source if options.broadcast_buffers else None
-        broadcast_from_rank_0(list(all_parameters(model)))
-        self._known: list[torch.Tensor] = []
-        self._split = SplitAtBuckets(self.reduction.bucket_bytes)
-        self.local, self.module = module, self._run
+        refuse_unbroadcastable(inner.model)
+        reduction = options.reduction(inner)
+        self.reduction = reduction
+        self.local = module
+        self.module = self._run
+        self._model = inner.model
+        self._keeps_buffers_alike = options.broadcast_buffers
+        self._buffer_source = inner.buffer_source
+        self._is_logical = reduction.is_ordered
+        self._split = SplitAtBuckets(reduction.bucket_bytes)
+        # The buffers that have had rank 0's values, and how they are kept alike; None: no buffers.
+        self._seen_buffers: list[torch.Tensor] = []
+        self._buffers: RegisteredBuffers | None = None
+        broadcast_from_rank_0(list(all_parameters(inner.model)))
         self.refresh()
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
-        buffers = self._buffers if self._model.training else None
-        is_divided = self.reduction is not None and self.reduction.is_ordered
-        if buffers is not None and self._how == "rank0" and not is_divided:
+        """Run the forward of a call with gradients; a collective if the model has buffers."""
+        buffers = self._buffers
+        if not self._keeps_buffers_alike or not self._model.training:
+            buffers = None
+        is_from_rank_0 = self._buffer_source == "rank0"
+        if buffers is not None and is_from_rank_0 and not self._is_logical:
             buffers.broadcast()
         with self._split:
             output = self.local(*inputs, **kwargs)
-        if buffers is not None and self._how == "mean":
+        if buffers is not None and not is_from_rank_0:
             buffers.average()
-        if buffers is not None and is_divided:  # a rank may evaluate before the next one
+        if buffers is not None and self._is_logical:
             buffers.broadcast()
         return output
 
     @override
     def refresh(self) -> None:
-        known, self._known = {id(each) for each in self._known}, list(all_buffers(self._model))
-        broadcast_from_rank_0([each for each in self._known if id(each) not in known])
-        self._buffers = RegisteredBuffers(self._model) if self._known else None
+        """Follow added and replaced modules: new buffers get rank 0's values."""
+        ids_of_seen = {id(buffer) for buffer in self._seen_buffers}
+        buffers = list(all_buffers(self._model))
+        broadcast_from_rank_0([buffer for buffer in buffers if id(buffer) not in ids_of_seen])
+        self._seen_buffers = buffers
+        self._buffers = RegisteredBuffers(self._model) if buffers else None
 
     @override
     def close(self, *, failed: bool) -> None:
-        if not failed and self._how is not None:
+        """Give all ranks rank 0's buffers, unless each rank keeps its own."""
+        if not failed and self._keeps_buffers_alike:
             broadcast_from_rank_0(list(all_buffers(self._model)))

@@ -13,15 +13,13 @@ from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Backend, Engine, Inner, LocalEngine
 
-__all__ = ["DPBackend"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPBackend(Backend):
-    """One process, a thread per device: each batch is split over the GPUs, and outputs are gathered on the first.
+    """One process, a thread per device: outputs of all GPUs are gathered on the first.
 
-    A batch of 32 on 2 GPUs is 16 on each. No process is started. "ddp" is much faster: under "dp" all threads share one
-    interpreter, and every forward replicates the model again.
+    A batch of 32 on 2 GPUs is 16 on each. No process is started. "ddp" is much faster: under "dp"
+    all threads share one interpreter, and every forward replicates the model again.
     """
 
     name = "dp"
@@ -31,6 +29,15 @@ class DPBackend(Backend):
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
 
     @override
-    def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
+    def engine(
+        self,
+        inner: Inner,
+        *,
+        world: World,
+        devices: tuple[torch.device, ...],
+        **_: Any,
+    ) -> Engine:
         """Wrap `inner` in DataParallel, unless there is only one device."""
-        return LocalEngine(inner) if len(devices) == 1 else DPEngine(data_parallel(inner, devices=devices))
+        if len(devices) == 1:
+            return LocalEngine(inner)
+        return DPEngine(data_parallel(inner, devices=devices))
