@@ -42,14 +42,6 @@ OF_TORCH = (
         test="tests/unit/precision/test_loss_scaling.py::test_nested_blocks_use_one_scale",
     ),
     Change(
-        what="`torch.autograd.grad`",
-        where="torch_patches/gradients_by_parts.py",
-        names=("torch.autograd.grad",),
-        why="balanced: a gradient by an output that was joined of micro-batches is an error",
-        lasts="a block",
-        test="tests/balanced/test_loops.py::test_a_loop",
-    ),
-    Change(
         what="hooks before the steps of all optimizers",
         where="torch_patches/step.py",
         names=("torch.optim.optimizer.register_optimizer_step_pre_hook",),

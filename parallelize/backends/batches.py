@@ -27,7 +27,6 @@ Glossary:
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import types
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from parallelize.errors import ConfigError, Fault
 from parallelize.gradients.target_counts import (
@@ -48,7 +46,6 @@ from parallelize.gradients.target_counts import (
     number_on,
 )
 from parallelize.run.containers import leaves, map_leaves, with_leaves
-from parallelize.torch_patches.gradients_by_parts import Parts, gradients_by_parts
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the named arguments of a model."""
@@ -67,8 +64,6 @@ _ROUNDING = 1e-3
 
 _ROUNDING_OF_HALF = 5e-2
 """As `_ROUNDING`, for outputs that were computed in half precision."""
-
-_PARTS = "parallelize: parts of a joined output"
 
 
 @dataclass(frozen=True)
@@ -392,27 +387,8 @@ def _unjoined(position: int, leaf: Any, why: str) -> WholeReason:
     )
 
 
-def seeing_joined_outputs() -> contextlib.AbstractContextManager[None]:
-    """Let torch.autograd.grad differentiate by joined outputs, as StyleGAN does: images by latents.
-
-    The images are computed from the latents of each micro-batch, not from the joined ones:
-    gradients are joined, too.
-    """
-
-    def parts_of(tensor: Any) -> Parts | None:
-        node = getattr(tensor, "grad_fn", None)
-        parts: Parts | None = getattr(node, "metadata", {}).get(_PARTS)
-        return parts
-
-    return gradients_by_parts(parts_of)
-
-
 def _concatenated(column: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
-    joined = torch.cat([leaf.to(device) for leaf in column], dim)
-    node: Any = joined.grad_fn
-    if node is not None and all(leaf.requires_grad for leaf in column):
-        node.metadata[_PARTS] = Parts(dim, [get_gradient_edge(leaf) for leaf in column])
-    return joined
+    return torch.cat([leaf.to(device) for leaf in column], dim)
 
 
 # Outputs of logical=.

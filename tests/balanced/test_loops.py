@@ -68,23 +68,6 @@ def cached(model: Any) -> None:
     train(model, labelled)
 
 
-# StyleGAN2: images and latents are both outputs.
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mapping, self.synthesis = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        latents = torch.tanh(self.mapping(z))
-        return self.synthesis(latents), latents
-
-
-def path_length(model: Any, step: int) -> Tensor:
-    images, latents = model(rows(step))
-    (gradient,) = torch.autograd.grad((images * rows(99)).sum(), latents, create_graph=True)
-    return (gradient.square().sum(1).sqrt() - 1).square().mean() + images.square().mean()
-
-
 class Capacity(nn.Module):
     """Experts that drop the samples over their capacity."""
 
@@ -204,7 +187,6 @@ class Program(NamedTuple):
 PROGRAMS = {
     "language model": Program(language_model, labelled),
     "language model with a cache": Program(language_model, loop=cached, whole="DynamicCache(.|\n)*use_cache = False"),
-    "autograd.grad of images by latents": Program(Generator, path_length),
     "experts with a capacity": Program(lambda: Net(Capacity()), whole="differs from that of the batch"),
     "sparse inputs": Program(Sparse, lambda m, i: m(rows(i).to_sparse()).square().mean()),
     "sparse inputs later": Program(

@@ -11,6 +11,7 @@ from balanced.models import (
     CASES,
     Chain,
     Gpt,
+    assert_equal_gradients,
     batch_of,
     not_split_once,
     pipelined,
@@ -197,6 +198,46 @@ def test_a_model_that_fits_nowhere() -> None:
         cap = int(str(caught.value).split("(")[1].split(" bytes")[0]) + 1
     enough = BalancedBackend(devices=("cpu", "cpu"), memory=cap, microbatches=8)
     assert call(model, X, backend=enough).shape == (8, 8, 11)
+
+
+class Generator(nn.Module):
+    """Returns images, and the latents from which they are computed, as StyleGAN2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapping = nn.Linear(8, 8)
+        self.synthesis = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latents = torch.tanh(self.mapping(z))
+        return self.synthesis(latents), latents
+
+
+def path_length(model: Any, z: torch.Tensor) -> torch.Tensor:
+    images, latents = model(z)
+    (gradient,) = torch.autograd.grad(images.square().sum(), latents, create_graph=True)
+    return gradient.square().sum(1).sqrt().mean()
+
+
+def test_a_gradient_by_a_joined_output() -> None:
+    """torch.autograd.grad of one output by another one is refused by name; batches that run whole have it."""
+    model, z = seeded(Generator), torch.randn(8, 8)
+    plain = copy.deepcopy(model)
+    message = r"by an output of the model(.|\n)*joined(.|\n)*compute this gradient in forward"
+    with pytest.raises(ConfigError, match=message), pipelined(model, ((z,), {})):
+        path_length(model, z)
+    with pipelined(model, ((z,), {}), microbatches=1):
+        path_length(model, z).backward()
+    path_length(plain, z).backward()
+    assert_equal_gradients(model, plain)
+
+
+def test_a_gradient_by_an_unused_tensor() -> None:
+    """Where outputs of micro-batches are not the reason, torch's error is raised as it is."""
+    model, x = seeded(Chain), torch.randn(8, 8)
+    with pytest.raises(RuntimeError, match="not have been used in the graph") as caught, pipelined(model, rows(8)):
+        torch.autograd.grad(model(x).sum(), torch.ones(3, requires_grad=True))
+    assert not isinstance(caught.value, ConfigError)
 
 
 def test_invalid_options() -> None:

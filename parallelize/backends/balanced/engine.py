@@ -1,4 +1,11 @@
-"""Engine of backend="balanced": builds one model's pipeline on the first batch, and removes it when the block ends."""
+"""Engine of backend="balanced": plans one model on its first batch, and runs it by the plan.
+
+entry of the block    remembers the devices of the model's parameters
+the first batch       a Planner makes the plan; all ranks use rank 0's
+each batch            a Pipeline runs it in stages, or the model itself if it is not split;
+                      over several processes, gradients are averaged as under "ddp"
+end of the block      the parameters move back; some errors of the block are explained
+"""
 
 from __future__ import annotations
 
@@ -15,27 +22,26 @@ from typing_extensions import override
 from parallelize.agreement.gather import broadcast_object
 from parallelize.backends.balanced.microbatch import OTHER_DEVICE, Staged
 from parallelize.backends.balanced.pipeline import Pipeline
-from parallelize.backends.balanced.plan import Plan, plan, remember
+from parallelize.backends.balanced.plan import Plan, remember
 from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.transfer import place, restoring_placement, to_device
-from parallelize.backends.batches import seeing_joined_outputs
 from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.backends.model_state import named_tensors
 from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Engine, Inner
-from parallelize.run.run_key import run_key
 from parallelize.run.startup_summary import announced
 from parallelize.torch_patches.transforms import refuse_transform
 
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plugin import BalancedBackend
 
-__all__ = ["BalancedEngine"]
+_NOT_IN_GRAPH = "appears to not have been used in the graph"
+"""In torch's error of a gradient by a tensor from which a loss was not computed."""
 
 
 @dataclass(kw_only=True, eq=False)
 class BalancedEngine(Engine):
-    """Runs a model's batches through its pipeline, or on one device if the plan does not split the model.
+    """Runs a model's batches through its pipeline, or on one device if the plan does not split it.
 
     Args:
         inner: holds the model.
@@ -53,94 +59,114 @@ class BalancedEngine(Engine):
     options: BalancedBackend
     is_alone: bool
     plan: Plan | None = None
-    _replicated: Engine | None = None
+    # After the first batch: what runs the model, and averages over several processes around it.
+    _pipeline: Pipeline | None = None
     _runner: Callable[..., Any] | None = None
+    _replicated: Engine | None = None
 
     def __post_init__(self) -> None:
-        self.reduction = None if self.is_alone else self.options.reduction(self.inner)
+        # A function of the user's that torch.compile compiles may call the model. In one graph
+        # with it, modules of two stages could not be followed, and a plan could not be made.
+        disable: Any = torch.compiler.disable
+        self.module = disable(self._run)
+        self.local = disable(self._run_locally)
+        if not self.is_alone:
+            self.reduction = self.options.reduction(self.inner)
         self._cleanup = contextlib.ExitStack()
         self._cleanup.enter_context(restoring_placement(self.inner.model))
 
-    @override
-    def module(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = to_device((args, kwargs), self.device)
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = to_device((args, kwargs), self.device)
         if self._runner is None:
-            self._set_up(inputs)
-        args, kwargs = inputs
-        runner: Any = self._runner if self._replicated is None else self._replicated.module
+            self._runner = self._set_up((args, kwargs))
+        runner = self._runner
+        if self._replicated is not None:
+            runner = self._replicated.module
         return runner(*args, **kwargs)
 
-    @override
-    def local(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_locally(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward without gradients, in which no other rank may take part."""
         if self._runner is not None:
             args, kwargs = to_device((args, kwargs), self.device)
             return self._runner(*args, **kwargs)
         if self.is_alone:
-            return self.module(*args, **kwargs)
+            return self._run(*args, **kwargs)
         # The plan needs all ranks: until then, the model is where it was.
-        there = next((each.device for each in named_tensors(self.inner.model).values()), self.device)
-        args, kwargs = to_device((args, kwargs), there)
+        tensors = named_tensors(self.inner.model).values()
+        model_device = next((tensor.device for tensor in tensors), self.device)
+        args, kwargs = to_device((args, kwargs), model_device)
         return to_device(self.inner(*args, **kwargs), self.device)
 
     @property
     @override
     def is_replica(self) -> bool:
-        return self._replicated is not None  # the first batch has made all ranks' parameters equal
+        # The first batch has made all ranks' parameters equal.
+        return self._replicated is not None
 
     @override
     def close(self, *, failed: bool) -> None:
         """Remove the pipeline, and move the model back.
 
         Raises:
-            ConfigError: the block has failed by an operation on tensors of several devices.
+            ConfigError: the block has failed by an operation on tensors of several devices, or by
+                a gradient by a joined output.
             OutOfMemoryError: the block has run out of memory; names the predicted bytes.
         """
-        error, is_split = sys.exc_info()[1], self._runner is not None
+        error = sys.exc_info()[1]
         try:
             if self._replicated is not None:
                 self._replicated.close(failed=failed)
         finally:
             self._cleanup.close()
             self._runner = None
-        if failed and is_split:
-            self._explain(error)
+        if failed and error is not None and self.plan is not None:
+            self._explain(error, self.plan)
 
-    def _set_up(self, inputs: Any) -> None:
+    def _set_up(self, inputs: Any) -> Callable[..., Any]:
+        """Plan the model on its first batch; return what runs it by the plan."""
         refuse_transform(
-            "backend='balanced' measures the model on the first batch, and a transform hides its values",
+            "backend='balanced' measures the model on the first batch, and a transform hides its "
+            "values",
             fix="call the model once with a plain batch before, or use backend='ddp'",
         )
         model = self.inner.model
         text = f"profiling {type(model).__name__} on its first batch, to choose the stages: the time of about 10 steps"
         with announced(text):
-            found = self._shared_plan(inputs)
-        self.plan = found
-        remember(model, found)
+            plan = self._shared_plan(inputs)
+        self.plan = plan
+        remember(model, plan)
         runner: Any = self.inner
-        if found.is_split:
-            runner = self._cleanup.enter_context(self._running(found))
-            self._cleanup.enter_context(seeing_joined_outputs())
+        if plan.is_split:
+            self._pipeline = self._cleanup.enter_context(self._running(plan))
+            runner = self._pipeline
         else:
             place(model, {}, otherwise=self.device)
         if not self.is_alone:
             self._replicated = ReplicatedEngine(self.options, runner, inner=self.inner)
-        self._runner = runner
+        made: Callable[..., Any] = runner
+        return made
 
     @contextlib.contextmanager
-    def _running(self, found: Plan) -> Iterator[Pipeline]:
-        """Move the model to the devices of a plan's stages, and run it there inside the context."""
-        units, model = found.unit_devices(), self.inner.model
-        place(model, units, otherwise=self.device)
-        with Staged(model, units, self.device) as stages:
+    def _running(self, plan: Plan) -> Iterator[Pipeline]:
+        """Move the model to the devices of a plan's stages; it runs there inside the context."""
+        model = self.inner.model
+        unit_devices = plan.unit_devices()
+        place(model, unit_devices, otherwise=self.device)
+        with Staged(model, unit_devices, self.device) as stages:
             yield Pipeline(
                 inner=self.inner,
                 staged=stages,
-                microbatches=found.microbatches,
+                microbatches=plan.microbatches,
                 batch_dim=self.options.batch_dim,
             )
 
     def _shared_plan(self, inputs: Any) -> Plan:
-        """Return the plan, equal on every rank: the user's, or rank 0's, on the devices of this process."""
+        """Return the user's plan, or rank 0's on the devices of this process.
+
+        Raises:
+            ConfigError: the user's plan is for another model, or no plan fits the devices.
+            SyncError: rank 0 has raised an error.
+        """
         given = self.options.plan
         if given is not None:
             if {name for name, _ in self.inner.model.named_modules()}.issuperset(given.units):
@@ -159,55 +185,63 @@ class BalancedEngine(Engine):
         )
         if self.is_alone:
             return planner.plan(inputs)
-        names = [*map(str, (*self.devices, self.device))]
-        fields, names_there = _of_rank_0(lambda: (vars(planner.plan(inputs)), names))
-        devices = tuple(names[names_there.index(device)] for device in fields["devices"])
-        return Plan(**{**fields, "devices": devices})
+        devices = list(map(str, (*self.devices, self.device)))
+        if dist.get_rank() == 0:
+            try:
+                plan = planner.plan(inputs)
+            except Exception as error:
+                # The other ranks wait for a plan.
+                broadcast_object(f"{type(error).__name__}: {error}")
+                raise
+            broadcast_object((vars(plan), devices))
+            return plan
+        received = broadcast_object(None)
+        if isinstance(received, str):
+            raise SyncError(
+                f"rank 0 has made no plan: {received}",
+                why="all ranks split the model by rank 0's plan",
+                fix="see the error of rank 0",
+                is_secondary=True,
+            )
+        fields, devices_of_rank_0 = received
+        here = dict(zip(devices_of_rank_0, devices, strict=True))
+        own_devices = tuple(here[device] for device in fields["devices"])
+        return Plan(**{**fields, "devices": own_devices})
 
-    def _explain(self, error: BaseException | None) -> None:
-        """Raise an explanation of an error of memory, or of several devices."""
-        made, text = plan(self.inner.model), str(error).partition("\n")[0]
-        # The explanation has a cause: a block of two models explains an error once.
+    def _explain(self, error: BaseException, plan: Plan) -> None:
+        """Raise an explanation of an error that has a cause in the plan."""
+        text = str(error).partition("\n")[0]
+        # The explanation has a cause itself: a block of two models explains an error once.
         if isinstance(error, torch.OutOfMemoryError) and error.__cause__ is None:
-            pairs = zip(made.devices, made.memory_bytes, strict=False)
-            predicted = ", ".join(f"{size:.0f} on {device}" for device, size in pairs) or "not known"
+            predicted = []
+            for device, size in zip(plan.devices, plan.memory_bytes, strict=False):
+                predicted.append(f"{size:.0f} on {device}")
             explained = ConfigError(
                 f"out of memory under backend='balanced': {text}",
-                why=f"predicted bytes: {predicted}, for batches of {made.samples} samples like the first one",
-                fix="use smaller batches, torch.utils.checkpoint in the model, the true optimizer_state=, or a smaller "
-                "memory= than these bytes, for which the model is planned again",
+                why=f"predicted bytes: {', '.join(predicted) or 'not known'}, for batches of "
+                f"{plan.samples} samples like the first one",
+                fix="use smaller batches, torch.utils.checkpoint in the model, the true "
+                "optimizer_state=, or a smaller memory= than these bytes, for which the model is "
+                "planned again",
             )
             raise torch.OutOfMemoryError(str(explained)) from error
-        if isinstance(error, (RuntimeError, TypeError)) and len({*made.devices}) > 1 and OTHER_DEVICE.search(text):
+        if not isinstance(error, (RuntimeError, TypeError)):
+            return
+        if len(set(plan.devices)) > 1 and OTHER_DEVICE.search(text):
             raise ConfigError(
                 f"an operation has operands on several devices: {text}",
-                why=f"backend='balanced' has moved the model's parameters to {', '.join(made.devices)}, and moves "
-                "tensors only where forward, or torch.utils.checkpoint in backward, calls submodules",
-                fix="move the other operand: average.lerp_(p.to(average.device), 0.1), p.grad.norm().to(device()); use "
-                "torch's AveragedModel and clip_grad_norm_, which do; checkpoint the module that holds the tensors",
+                why="backend='balanced' has moved the model's parameters to "
+                f"{', '.join(plan.devices)}, and moves tensors only where forward, or "
+                "torch.utils.checkpoint in backward, calls submodules",
+                fix="move the other operand: average.lerp_(p.to(average.device), 0.1), "
+                "p.grad.norm().to(device()); use torch's AveragedModel and clip_grad_norm_, which "
+                "do; checkpoint the module that holds the tensors",
             ) from error
-
-
-def _of_rank_0(make: Callable[[], Any]) -> Any:
-    """Return what rank 0 has made, or raise its error on every rank; a collective."""
-    has_key = run_key() is not None
-    if dist.get_rank() == 0:
-        try:
-            made = make()
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):  # one that cannot be pickled: the others are told so
-                broadcast_object(error if has_key else text)
-            raise
-        return broadcast_object(made)
-    received = broadcast_object(None)
-    if isinstance(received, Exception):
-        raise received
-    if isinstance(received, str):
-        raise SyncError(
-            f"rank 0 has made no plan: {received}",
-            why="all ranks split the model by rank 0's plan",
-            fix="see the error of rank 0",
-            is_secondary=True,
-        )
-    return received
+        if self._pipeline is not None and self._pipeline.joins_several and _NOT_IN_GRAPH in text:
+            raise ConfigError(
+                f"torch.autograd.grad by an output of the model: {text}",
+                why="backend='balanced' has joined the outputs of micro-batches, so that no joined "
+                "output is computed from another one, as images are from latents",
+                fix="compute this gradient in forward; or use "
+                "BalancedBackend(microbatches=1), which splits no batch, or backend='ddp'",
+            ) from error

@@ -1,25 +1,39 @@
-"""Pipeline: runs batches of a model by its plan, in micro-batches, and checks on some of them that this is the same.
+"""Pipeline: runs batches of a model by its plan, in micro-batches where these compute the same.
 
-One thread issues all micro-batches through the unmodified model, one after another, in one autograd graph. On
-accelerators the devices then work on different micro-batches; on the CPU nothing overlaps: it exists for tests.
+One thread issues all micro-batches through the unmodified model, one after another, in one autograd
+graph. On accelerators the devices then work on different micro-batches; on the CPU nothing
+overlaps: it exists for tests.
 
-Spot checks: batches 1, 2, 4, 8, ... 64 and then every 64th of each kind (mode, method, arguments) run a few samples
-whole and in two micro-batches, in the same modes. Losses and outputs are compared; if forward draws random numbers or
-normalizes over the batch, in evaluation mode. A difference in the first check, or a forward that changes state, makes
-such batches run whole. A difference in a later one is a SyncError, since batches before it were split.
+    a batch of a new kind ──> its first two micro-batches are compared with the whole of their
+                              samples
+                              ├── equal ──> batches of this kind are split
+                              │             └── the outputs of one cannot be joined ──┐
+                              └── a difference, or a forward that changes state ──────┴──> batches
+                                  of this kind run whole, and a warning gives the reason
+
+Glossary:
+
+    kind       batches that have the same method, modes and arguments
+    split      run in micro-batches, whose outputs are joined
+    whole      run in one forward
+    sample     what a batch has several of
+    dims       the dimension in which each output is joined
 """
 
 from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch import nn
 
 from parallelize.backends.balanced.microbatch import Staged
-from parallelize.backends.balanced.transfer import to_device
+from parallelize.backends.balanced.transfer import tensors_in, to_device
 from parallelize.backends.batches import (
     Batch,
     Dims,
@@ -29,25 +43,56 @@ from parallelize.backends.batches import (
     joined_outputs,
 )
 from parallelize.backends.model_state import ModelState
-from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
+from parallelize.run.containers import map_leaves
+from parallelize.run.generators import RNGState
 from parallelize.torch_patches.transforms import is_in_transform
 
-__all__ = ["Pipeline"]
-
-_CHECKED_SAMPLES = 4
-_CHECKED_EVERY = 64  # batches, at last
 _KEEPING_NOTHING = frozenset({"parallelize", "torch", "transformers"})
 """Packages whose hooks keep nothing of what they see."""
 
+_IN_TRANSFORM = WholeReason(
+    "forward is inside a transform of torch.func",
+    why="a transform hides the values of a batch, by which micro-batches are compared with it",
+    fix="transform what is computed outside of the model's forward",
+)
+
 
 @dataclass
-class _Kind:
-    """What is known of batches that have the same mode, method and arguments."""
+class _Verdict:
+    """What is known of batches of one kind; of a new kind, nothing is.
 
-    batches: int = 0
-    reason: WholeReason | None = None  # why they run whole
-    dims: Dims | None = None  # how outputs are joined
+    Args:
+        dims: how the outputs of micro-batches are joined.
+        reason: why its batches run whole.
+        has_run_whole: whether one of its batches has.
+    """
+
+    dims: Dims | None = None
+    reason: WholeReason | None = None
+    has_run_whole: bool = False
+
+
+class _ComparisonMode(Enum):
+    """In which modes micro-batches are compared with the whole of their samples.
+
+    Where forward draws random numbers, as dropout does, or batch norm uses the moments of a batch,
+    micro-batches never equal the whole. Then torch's modules, and in the end all modules, are in
+    evaluation mode. The user's modules come last: samples may depend on each other in training
+    only.
+    """
+
+    OF_THE_BATCH = auto()
+    TORCH_MODULES_EVALUATE = auto()
+    ALL_MODULES_EVALUATE = auto()
+
+    def enter(self, model: nn.Module) -> None:
+        """Change the modes of a model's modules."""
+        for module in model.modules():
+            if self is _ComparisonMode.TORCH_MODULES_EVALUATE:
+                module.training &= not type(module).__module__.startswith("torch.nn.")
+            elif self is _ComparisonMode.ALL_MODULES_EVALUATE:
+                module.training = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,175 +104,246 @@ class Pipeline:
         staged: the model on the devices of its stages.
         microbatches: most micro-batches of a batch.
         batch_dim: batch dimension of the inputs.
+
+    Attributes:
+        refusal: why the latest batch has run whole.
+        joins_several: whether a forward has returned several joined outputs with gradients.
     """
 
     inner: Inner
     staged: Staged
     microbatches: int
     batch_dim: int
-    refusal: WholeReason | None = None  # why the latest batch has run whole
-    _kinds: dict[Any, _Kind] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)  # the refusals of which the user was warned
+    refusal: WholeReason | None = None
+    joins_several: bool = False
+    _verdicts: dict[Any, _Verdict] = field(default_factory=dict)
+    _warned_reasons: set[WholeReason] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a batch."""
-        # Mixed precision casts the weights once for all micro-batches: to the session, they are one forward.
-        batch = types.MethodType(lambda _model, *args, **kwargs: self._run((args, kwargs)), self.inner.model)
-        return self.inner.session.forward(batch, *args, **kwargs)
+
+        def run(_model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._run((args, kwargs))
+
+        # Mixed precision casts the weights once for all micro-batches: to it, they are one forward.
+        return self.inner.session.forward(types.MethodType(run, self.inner.model), *args, **kwargs)
 
     def _run(self, inputs: Any) -> Any:
-        self.refusal, kind = None, _Kind()
-        # Now: a copy for each micro-batch would wait for the last stage of the one before.
+        # At once: a copy for each micro-batch would wait for the last stage of the one before.
         inputs = to_device(inputs, self.staged.input_device)
+        self.refusal = None
+        batch: Batch | WholeReason = Batch.whole(inputs)
         if self.microbatches > 1:
             batch = Batch.of(inputs, self.batch_dim)
-            if isinstance(batch, WholeReason):
-                self.refusal = batch
-            else:
-                modes = self.inner.method, self.inner.model.training, torch.is_grad_enabled()
-                kind = self._kinds.setdefault((*modes, *batch.signature()), kind)
-                output = self._run_split(batch, kind)
-                if not isinstance(output, WholeReason):
-                    return output
-                self.refusal = output
-        with self.staged.batch():
-            output = to_device(self._outputs(Batch.whole(inputs), 1)[0], self.staged.output_device)
-        kind.reason, text = self.refusal, str(self.refusal)  # only now: forward itself does not fail
-        if self.refusal is not None and torch.is_grad_enabled() and text not in self._told:
-            self._told.add(text)
-            warnings.warn(f"batches like this one are not split into micro-batches: {text}", stacklevel=2)
+        if isinstance(batch, WholeReason):
+            return self._run_whole(Batch.whole(inputs), batch)
+        sizes = batch.sizes(min(self.microbatches, self._most_microbatches(batch.size)))
+        if len(sizes) == 1:
+            return self._run_whole(batch)
+        reason = self._reason_of_call()
+        if reason is not None:
+            return self._run_whole(batch, reason)
+        verdict = self._verdict_on(batch)
+        reason = verdict.reason
+        if reason is None and verdict.dims is None:
+            reason = self._compare(batch, sizes[0] + sizes[1], verdict)
+        if reason is None:
+            output = self._run_split(batch, len(sizes), verdict.dims or ())
+            if not isinstance(output, WholeReason):
+                return output
+            reason = output
+        output = self._run_whole(batch, reason)
+        # Not before: a forward that fails on the whole batch, too, tells nothing of the kind.
+        verdict.reason = reason
         return output
 
-    def _run_split(self, batch: Batch, kind: _Kind) -> Any | WholeReason:
-        kind.batches += 1
-        if kind.reason is not None:
-            return kind.reason
-        if is_in_transform():
-            return WholeReason(
-                "forward is inside a transform of torch.func",
-                why="a transform hides the values of a batch, by which micro-batches are checked",
-                fix="transform what is computed outside of the model's forward",
-            )
-        refusal = self._refuse_hooks()
-        number = kind.batches
-        is_checked = number % _CHECKED_EVERY == 0 or (number < _CHECKED_EVERY and number & (number - 1) == 0)
-        if refusal is None and is_checked:
-            refusal = self._check(batch, kind)
-        if refusal is not None:
-            return refusal
-        # Batch norm trains on two samples at least.
-        count = max(1, min(self.microbatches, batch.size // (1 + self.staged.norms.is_training)))
-        tensors = self.staged.tensors
-        versions = [each._version for each in tensors.values()]
-        with self.staged.batch():
-            outputs = self._outputs(batch, count)
-            pairs = zip(tensors.items(), versions, strict=True)
-            changed = [name for (name, each), version in pairs if each._version != version]
-        if changed:
-            raise SyncError(
-                f"forward has changed {', '.join(changed[:5])} of the model, which it did not in earlier batches",
-                why="each micro-batch has changed it",
-                fix="change it outside of forward, or use BalancedBackend(microbatches=1), which splits no batch",
-            )
-        return joined_outputs(outputs, kind.dims or (), batch=batch, device=self.staged.output_device)
+    def _verdict_on(self, batch: Batch) -> _Verdict:
+        modes = self.inner.method, self.inner.model.training, torch.is_grad_enabled()
+        return self._verdicts.setdefault((*modes, *batch.signature()), _Verdict())
 
-    def _outputs(self, batch: Batch, count: int) -> list[Any]:
-        call = self.inner.bind_method(self.inner.method, self.inner.model)
-        return [self.staged.run(call, inputs) for inputs in batch.split(count)]
+    def _least_samples(self) -> int:
+        """Return how many samples a micro-batch has at least: batch norm trains on two."""
+        if self.staged.norms.is_training:
+            return 2
+        return 1
 
-    def _check(self, batch: Batch, kind: _Kind) -> WholeReason | None:
-        """Compare some samples whole with their micro-batches, and learn how outputs are joined.
+    def _most_microbatches(self, samples: int) -> int:
+        return max(1, samples // self._least_samples())
 
-        Returns why the batch runs whole: forward changes state or fails on a part of a batch, or outputs differ at
-        the first time.
+    def _reason_of_call(self) -> WholeReason | None:
+        """Return why this batch cannot be split, whatever its kind is; None: it may be.
 
-        Raises:
-            SyncError: outputs differ, and did not before.
+        A hook of the user's inside the model may keep what it sees, which would be a part.
         """
-        is_first, number, found = kind.dims is None, min(_CHECKED_SAMPLES, batch.size), None
-        while found is None:
-            try:
-                found = self._difference(batch.trial(number), kind)
-            except torch.OutOfMemoryError:  # more samples than a micro-batch has
-                if number <= 2:
-                    raise
-            number //= 2
-        if isinstance(found, WholeReason):
-            return found
-        what = f"the output of micro-batches differs from that of the batch by {found:.3g}"
-        why = "a sample's output depends on other samples, as by a limit per batch"
-        fix = "compute what depends on all samples outside of the model"
-        if found and is_first:
-            return WholeReason(what, why=why, fix=fix)
-        if found:
-            raise SyncError(
-                f"{what}, which it did not in batch 1",
-                why=f"{why}, or an attribute or argument has changed: batches up to {kind.batches} may be wrong",
-                fix=f"{fix}; or use BalancedBackend(microbatches=1), which splits no batch",
-            )
+        if is_in_transform():
+            return _IN_TRANSFORM
+        for name, module in self.inner.model.named_modules():
+            if module is self.inner.model:
+                continue
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                package = getattr(hook, "__module__", "").partition(".")[0]
+                if package not in _KEEPING_NOTHING:
+                    return WholeReason(
+                        f"{name} of the model has a forward hook",
+                        why="it would see one micro-batch at a time",
+                        fix="return what it needs from forward",
+                    )
         return None
 
-    def _difference(self, samples: Batch, kind: _Kind) -> float | WholeReason:
-        """Return the difference of outputs; if they cannot be compared in these modes, that in evaluation mode."""
-        state, device = ModelState(self.inner.model, self.staged.devices), self.staged.output_device
+    def _run_whole(self, batch: Batch, reason: WholeReason | None = None) -> Any:
+        """Run a batch in one forward, and warn the user once of the reason."""
+        verdict = self._verdict_on(batch)
+        with self.staged.batch():
+            output = self.staged.run_once(
+                self._forward(), batch.inputs, is_first=not verdict.has_run_whole
+            )
+            output = to_device(output, self.staged.output_device)
+        verdict.has_run_whole = True
+        self.refusal = reason
+        if reason is not None and torch.is_grad_enabled() and reason not in self._warned_reasons:
+            self._warned_reasons.add(reason)
+            text = f"batches like this one are not split into micro-batches: {reason}"
+            warnings.warn(text, stacklevel=2)
+        return output
+
+    def _run_split(self, batch: Batch, microbatches: int, dims: Dims) -> Any | WholeReason:
+        """Return the output of a batch, or why the outputs of its micro-batches cannot be joined.
+
+        Then the batch has left nothing behind: it draws its random numbers again when it runs
+        whole.
+        """
+        random_numbers = RNGState(self.staged.devices)
+        with self.staged.batch():
+            outputs = self._outputs(batch, microbatches)
+            device = self.staged.output_device
+            joined = joined_outputs(outputs, dims, batch=batch, device=device)
+            if isinstance(joined, WholeReason):
+                random_numbers.restore()
+                self.staged.norms.forget_batch()
+                return joined
+        with_gradients = [tensor for tensor in tensors_in(joined) if tensor.requires_grad]
+        self.joins_several |= len(with_gradients) > 1
+        return joined
+
+    def _outputs(self, batch: Batch, microbatches: int) -> list[Any]:
+        """Return the outputs of the micro-batches, each on the device of its last unit."""
+        forward = self._forward()
+        return [self.staged.run(forward, inputs) for inputs in batch.split(microbatches)]
+
+    def _forward(self) -> Callable[..., Any]:
+        return self.inner.bind_method(self.inner.method, self.inner.model)
+
+    def _compare(self, batch: Batch, samples: int, verdict: _Verdict) -> WholeReason | None:
+        """Compare two micro-batches with the whole of their samples; learn how outputs are joined.
+
+        Args:
+            batch: has these samples.
+            samples: their number; fewer are compared if there is no memory for them.
+            verdict: gets the dimensions in which outputs are joined.
+
+        Returns:
+            Why batches of this kind are not split; None: the outputs are equal.
+        """
+        least = 2 * self._least_samples()
+        while True:
+            try:
+                return self._compare_samples(batch.trial(samples), verdict)
+            except torch.OutOfMemoryError:
+                # Neither is there memory for the batch, whose micro-batches have more samples.
+                if samples == least:
+                    raise
+            samples = max(least, samples // 2)
+
+    def _compare_samples(self, samples: Batch, verdict: _Verdict) -> WholeReason | None:
+        """As `_compare`; the model and the random generators are as before afterwards."""
+        state = ModelState(self.inner.model, self.staged.devices)
+        dims: Dims | None = None
         try:
-            # Modules of classes that begin so are in evaluation mode.
-            for classes in ("-", "torch.nn.", ""):
+            for mode in _ComparisonMode:
                 state.restore()
-                for each in self.inner.model.modules():
-                    each.training &= not type(each).__module__.startswith(classes)
-                both = self._both(samples, state)
-                if isinstance(both, WholeReason):
-                    return both
-                parts, whole = both
-                dims = joined_dims(whole, parts[0])
-                kind.dims = kind.dims or dims
-                joined = joined_outputs(parts, dims, batch=samples, device=device)
-                if isinstance(joined, WholeReason):
-                    return joined
-                found = difference(whole, joined, dims)
-                if isinstance(found, WholeReason):
-                    return found
-                if not (state.draws() or self.staged.norms.is_training):
-                    return found
+                mode.enter(self.inner.model)
+                outputs = self._whole_and_parts(samples, state)
+                if isinstance(outputs, WholeReason):
+                    return outputs
+                whole, parts = outputs
+                dims_of_mode = joined_dims(whole, parts[0])
+                if dims is None:
+                    dims = dims_of_mode
+                unequal = self._difference(parts, whole, dims_of_mode, samples)
+                if isinstance(unequal, WholeReason):
+                    return unequal
+                if not state.draws() and not self.staged.norms.is_training:
+                    if unequal:
+                        return _dependent_samples(unequal)
+                    break
         finally:
             state.restore()
-        return 0.0
+        verdict.dims = dims
+        return None
 
-    def _both(self, samples: Batch, state: ModelState) -> tuple[list[Any], Any] | WholeReason:
-        """Return the outputs of two micro-batches, and of all samples."""
+    def _difference(
+        self, parts: list[Any], whole: Any, dims: Dims, samples: Batch
+    ) -> float | WholeReason:
+        device = self.staged.output_device
+        joined = joined_outputs(parts, dims, batch=samples, device=device)
+        if isinstance(joined, WholeReason):
+            return joined
+        return difference(whole, joined, dims)
+
+    def _whole_and_parts(
+        self, samples: Batch, state: ModelState
+    ) -> tuple[Any, list[Any]] | WholeReason:
+        """Return the output of all samples, without its graph, and those of two micro-batches.
+
+        One graph at a time is held, so that the batch itself needs more memory.
+
+        Args:
+            samples: of both micro-batches.
+            state: of the model, which learns what forward changes.
+        """
         try:
-            with warnings.catch_warnings(), self.staged.batch(is_counted=False), state.watching():
-                warnings.simplefilter("ignore")  # the batch itself gives forward's warnings
-                parts = self._outputs(samples, 2)
-                filled = ModelState(self.inner.model, self.staged.devices)  # has caches that the first forward fills
-                with filled.watching():
-                    whole = self._outputs(samples, 1)[0]
+            with (
+                warnings.catch_warnings(),
+                self.staged.batch(is_counted=False),
+                state.watching(),
+            ):
+                # The batch itself gives forward's warnings.
+                warnings.simplefilter("ignore")
+                whole = map_leaves(self._detached, self._outputs(samples, 1)[0])
+                # The first forward may fill caches, which later ones only read.
+                state_with_caches = ModelState(self.inner.model, self.staged.devices)
+                with state_with_caches.watching():
+                    parts = self._outputs(samples, 2)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a forward may raise anything
             return WholeReason(
                 f"forward fails on a part of the batch ({type(error).__name__})",
-                why="every tensor as long as the first one is split along the batch, also inside lists",
-                fix="give tensors that are not per sample another length, set BalancedBackend(batch_dim=...), use no "
-                "constant batch size in forward",
+                why="every tensor as long as the first one is split along the batch, also inside "
+                "lists",
+                fix="give tensors that are not per sample another length, set "
+                "BalancedBackend(batch_dim=...), use no constant batch size in forward",
             )
-        if changed := filled.changed():
+        changed = state_with_caches.changed()
+        if changed:
             return WholeReason(
                 f"forward changes {', '.join(changed[:5])} of the model",
                 why="each micro-batch would change it",
-                fix="change it outside of forward, and pass values between modules as arguments and return values",
+                fix="change it outside of forward, and pass values between modules as arguments "
+                "and return values",
             )
-        return parts, to_device(whole, self.staged.output_device)
+        return whole, parts
 
-    def _refuse_hooks(self) -> WholeReason | None:
-        """Refuse hooks of the user's inside the model, which may keep what they see: it would be a part."""
-        for name, module in self.staged.inside:
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if hooks and {getattr(each, "__module__", "").split(".")[0] for each in hooks} - _KEEPING_NOTHING:
-                return WholeReason(
-                    f"{name} of the model has a forward hook",
-                    why="it would see one micro-batch at a time",
-                    fix="return what it needs from forward",
-                )
-        return None
+    def _detached(self, leaf: Any) -> Any:
+        """Return a tensor without its graph, where the outputs are needed."""
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().to(self.staged.output_device)
+        return leaf
+
+
+def _dependent_samples(unequal: float) -> WholeReason:
+    return WholeReason(
+        f"the output of micro-batches differs from that of the batch by {unequal:.3g}",
+        why="a sample's output depends on other samples, as by a limit per batch",
+        fix="compute what depends on all samples outside of the model",
+    )
