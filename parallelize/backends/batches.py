@@ -65,6 +65,9 @@ _ROUNDING = 1e-3
 _ROUNDING_OF_HALF = 5e-2
 """As `_ROUNDING`, for outputs that were computed in half precision."""
 
+_LEAST_VALUE = 1e-6
+"""Outputs whose values are smaller are compared as if their largest value were this."""
+
 
 @dataclass(frozen=True)
 class WholeReason(Fault):
@@ -149,14 +152,23 @@ class Batch:
         It has the names and types of the arguments, the values of Booleans, and which tensors are
         divided.
         """
-        arguments: list[Any] = []
-        for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
-            arguments.append((leaf if isinstance(leaf, bool) else type(leaf), dim))
         args, kwargs = self.inputs
-        return len(args), *kwargs, *arguments
+        signature: list[Any] = [len(args), *kwargs]
+        for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
+            if isinstance(leaf, bool):
+                signature.append(leaf)
+            else:
+                signature.append(type(leaf))
+            signature.append(dim)
+        return tuple(signature)
 
     def part(self, start: int, samples: int) -> Inputs:
-        """Return the inputs of some samples, from `start` on, in the memory of the batch."""
+        """Return the inputs of some samples, in the memory of the batch.
+
+        Args:
+            start: the first of these samples.
+            samples: their number.
+        """
         leaves_of_part = []
         for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
             if dim is None:
@@ -168,7 +180,7 @@ class Batch:
         return part
 
     def parts(self, sizes: Sequence[int]) -> list[Inputs]:
-        """Return the inputs of consecutive parts; a single part is the batch itself.
+        """Return the inputs of consecutive parts. A single part is the batch itself.
 
         Args:
             sizes: number of samples of each part; they add up to all samples.
@@ -187,15 +199,27 @@ class Batch:
 
         Libraries choose their kernels by the alignment of addresses, too, such as cuBLAS up to 256
         bytes. With a copy, a part has the kernels of a process whose batch is this part alone.
+
+        Args:
+            part: as `parts` returns it.
         """
         copies = []
         for leaf, dim in zip(leaves(part), self.dims, strict=True):
-            copies.append(leaf if dim is None else leaf.clone())
+            if dim is None:
+                copies.append(leaf)
+            else:
+                copies.append(leaf.clone())
         copied: Inputs = with_leaves(part, copies)
         return copied
 
     def trial(self, samples: int) -> Batch:
-        """Return copies of some samples without graphs: a trial changes no object of the user's."""
+        """Return copies of the first samples, so that a trial changes no object of the user's.
+
+        The copies of tensors are leaves: backward ends at them.
+
+        Args:
+            samples: their number.
+        """
         return replace(self, inputs=map_leaves(_copied, self.part(0, samples)), size=samples)
 
     def sizes(self, microbatches: int) -> list[int]:
@@ -228,7 +252,10 @@ def _has_no_slices(leaf: Any) -> bool:
 
 
 def _is_dense(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    """Whether a leaf is a tensor that `narrow` can divide."""
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    return leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _batch_dim(leaf: Any, dim: int) -> int | None:
@@ -241,17 +268,13 @@ def _batch_dim(leaf: Any, dim: int) -> int | None:
 
 
 def _copied(leaf: Any) -> Any:
+    """Return a copy of an argument, or an object that no forward changes itself."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     if isinstance(leaf, _UNCHANGED_TYPES):
         return leaf
     # It may be a cache that forward fills.
     return copy.deepcopy(leaf)
-
-
-def columns_of(outputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Return the leaves at each position of the outputs of all parts, which have equally many."""
-    return zip(*map(leaves, outputs), strict=True)
 
 
 # Outputs of balanced.
@@ -288,11 +311,13 @@ def joined_outputs(
         batch: the batch of these micro-batches.
         device: device of the result.
     """
-    unequal = _unequal_numbers([len(dims), *(len(leaves(output)) for output in outputs)])
+    numbers_of_leaves = [len(leaves(output)) for output in outputs]
+    unequal = _unequal_numbers([len(dims), *numbers_of_leaves])
     if unequal is not None:
         return unequal
     joined = []
-    for position, (dim, column) in enumerate(zip(dims, columns_of(outputs), strict=True)):
+    columns = zip(dims, _columns_of(outputs), strict=True)
+    for position, (dim, column) in enumerate(columns):
         leaf = _joined_leaf(position, dim, column, batch, device)
         if isinstance(leaf, WholeReason):
             return leaf
@@ -301,9 +326,21 @@ def joined_outputs(
 
 
 def _joined_leaf(
-    position: int, dim: int | None, column: Sequence[Any], batch: Batch, device: torch.device
+    position: int,
+    dim: int | None,
+    column: Sequence[Any],
+    batch: Batch,
+    device: torch.device,
 ) -> Any | WholeReason:
-    """Return an output of the batch, or why the micro-batches cannot tell it."""
+    """Return an output of the batch, or why it cannot be joined from those of micro-batches.
+
+    Args:
+        position: of the output among all outputs.
+        dim: the dimension in which it is joined.
+        column: the output of each micro-batch.
+        batch: the batch of these micro-batches.
+        device: device of the result.
+    """
     first = column[0]
     if all(leaf is first for leaf in column):
         return first
@@ -315,16 +352,26 @@ def _joined_leaf(
             return _unjoined(position, first, why)
         return summed_loss(column, weights, count, device)
     if dim is not None:
-        if _shape_without(dim, first) is not None:
-            shapes = {_shape_without(dim, leaf) for leaf in column}
-            if len(shapes) == 1:
-                return _concatenated(column, dim, device)
-    elif isinstance(first, torch.Tensor) and first.dim():
-        # A spot check has compared this tensor with the output of all samples.
-        return first.to(device)
+        if _can_be_concatenated(column, dim):
+            return torch.cat([leaf.to(device) for leaf in column], dim)
+    elif isinstance(first, torch.Tensor):
+        # A tensor with dimensions was equal to the output of the batch when the first batch of this
+        # kind was compared.
+        if first.dim() or _are_equal(column):
+            return first.to(device)
     elif _are_equal(column):
-        return first.to(device) if isinstance(first, torch.Tensor) else first
+        return first
     return _unjoined(position, first, "micro-batches return others")
+
+
+def _can_be_concatenated(column: Sequence[Any], dim: int) -> bool:
+    """Whether all outputs are tensors of equal shapes beside a dimension."""
+    shapes = set()
+    for leaf in column:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim:
+            return False
+        shapes.add((*leaf.shape[:dim], *leaf.shape[dim + 1 :]))
+    return len(shapes) == 1
 
 
 def difference(whole: Any, joined: Any, dims: Dims) -> float | WholeReason:
@@ -357,12 +404,19 @@ def difference(whole: Any, joined: Any, dims: Dims) -> float | WholeReason:
 
 
 def _relative_difference(whole: torch.Tensor, joined: torch.Tensor) -> float:
-    """Return the largest difference relative to the largest value; 0: it is rounding."""
+    """Return the largest difference relative to the largest value; 0: it is rounding.
+
+    Args:
+        whole: an output of the batch.
+        joined: the same output, joined from those of micro-batches.
+    """
     exact = whole.detach().double().cpu().nan_to_num()
     compared = joined.detach().double().cpu().nan_to_num()
-    relative = ((exact - compared).abs().max() / exact.abs().max().clamp_min(1e-6)).item()
-    is_half = torch.is_autocast_enabled(whole.device.type) or whole.element_size() < 4
-    rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
+    largest_value = exact.abs().max().clamp_min(_LEAST_VALUE)
+    relative = ((exact - compared).abs().max() / largest_value).item()
+    rounding = _ROUNDING
+    if torch.is_autocast_enabled(whole.device.type) or whole.element_size() < 4:
+        rounding = _ROUNDING_OF_HALF
     return relative if relative > rounding else 0.0
 
 
@@ -379,16 +433,19 @@ def _unequal_numbers(numbers_of_leaves: Sequence[int]) -> WholeReason | None:
 
 
 def _unjoined(position: int, leaf: Any, why: str) -> WholeReason:
+    """Return the reason to run a batch whole by one of its outputs.
+
+    Args:
+        position: of the output among all outputs.
+        leaf: the output of the first micro-batch.
+        why: why it cannot be joined.
+    """
     return WholeReason(
         f"output {position} of the model, {_described(leaf)}, cannot be joined",
         why=why,
         fix="return tensors per sample, padded to one length, and losses that are means or sums of "
         "torch's; train a Hugging Face language model with model.config.use_cache = False",
     )
-
-
-def _concatenated(column: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
-    return torch.cat([leaf.to(device) for leaf in column], dim)
 
 
 # Outputs of logical=.
@@ -405,7 +462,7 @@ def joined_parts(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         ConfigError: an output differs between the parts, and has no row for each sample.
     """
     joined = []
-    for column in columns_of(outputs):
+    for column in _columns_of(outputs):
         first = column[0]
         if _have_rows(column, sizes):
             joined.append(torch.cat(column))
@@ -480,7 +537,7 @@ def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: t
         )
     samples = [_count_of_samples(inputs_of_device) for inputs_of_device in inputs]
     gathered = []
-    for column in columns_of(outputs):
+    for column in _columns_of(outputs):
         first = column[0]
         if not all(isinstance(leaf, torch.Tensor) for leaf in column):
             gathered.append(first)
@@ -502,6 +559,16 @@ def _count_of_samples(inputs: Any) -> int:
 
 
 # What the backends share.
+
+
+def _columns_of(outputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Return the leaves at each position of the outputs of all parts.
+
+    Args:
+        outputs: of each part, with equally many leaves.
+    """
+    leaves_of_parts = [leaves(output) for output in outputs]
+    return zip(*leaves_of_parts, strict=True)
 
 
 def summed_loss(
@@ -546,12 +613,14 @@ def _is_loss(leaf: Any) -> bool:
 
 
 def _described(leaf: Any) -> str:
+    """Return the words for an output in a message."""
     if isinstance(leaf, torch.Tensor):
         return f"a tensor of {tuple(leaf.shape)}"
     return f"a {type(leaf).__name__}"
 
 
 def _are_equal(column: Sequence[Any]) -> bool:
+    """Whether an output is the same object, or equal, in all parts."""
     first = column[0]
     return all(leaf is first or _is_equal(first, leaf) for leaf in column[1:])
 
@@ -563,10 +632,3 @@ def _is_equal(leaf: Any, other_leaf: Any) -> bool:
     if type(leaf) is not type(other_leaf) or hasattr(leaf, "__dict__"):
         return False
     return bool(leaf == other_leaf)
-
-
-def _shape_without(dim: int, leaf: Any) -> tuple[int, ...] | None:
-    """Return the shape of an output without a dimension; None: it has no such dimension."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim:
-        return None
-    return (*leaf.shape[:dim], *leaf.shape[dim + 1 :])

@@ -50,9 +50,10 @@ class _SavedTensor:
     former: torch.Tensor
 
     def restore(self) -> None:
+        """Give the tensor its former values, in its memory if they fit."""
         current = self.tensor.data
-        is_alike = current.shape == self.former.shape and current.dtype == self.former.dtype
-        if is_alike:
+        has_former_shape = current.shape == self.former.shape
+        if has_former_shape and current.dtype == self.former.dtype:
             current.copy_(self.former)
         else:
             # A buffer may get its shape in the first forward, by `resize_`.
@@ -61,6 +62,9 @@ class _SavedTensor:
 
 class _CopiesBeforeWrites:
     """Copies of tensors from before an operation writes to them, also through `.data` and views.
+
+    Args:
+        tensors: the tensors, with a storage.
 
     Attributes:
         former_by_id: id of a tensor -> its values before the first write.
@@ -74,7 +78,11 @@ class _CopiesBeforeWrites:
             self._tensors_by_storage.setdefault(storage, []).append(tensor)
 
     def copy_arguments(self, arguments: Any) -> None:
-        """Copy the tensors to which an operation with these arguments may write."""
+        """Copy the tensors to which an operation may write, before its first write.
+
+        Args:
+            arguments: of the operation, in containers. A view has the storage of its tensor.
+        """
         for argument in leaves(arguments):
             if not _is_dense(argument):
                 continue
@@ -105,7 +113,8 @@ class ModelState:
             for value in attributes.values():
                 # The parameters, buffers and submodules of a module are in such containers.
                 if type(value) in _CONTAINER_TYPES:
-                    self._containers.append((value, copy.copy(value)))
+                    former_items = copy.copy(value)
+                    self._containers.append((value, former_items))
                 elif isinstance(value, torch.Generator):
                     self._generators.append((value, value.get_state()))
         self._values = self._values_by_name()
@@ -116,12 +125,18 @@ class ModelState:
         # buffers are copied, and not only those of which `watching` sees a write.
         self._buffers: list[_SavedTensor] = []
         for buffer in all_buffers(model):
-            self._buffers.append(_SavedTensor(buffer, buffer.detach().clone()))
+            former_values = buffer.detach().clone()
+            self._buffers.append(_SavedTensor(buffer, former_values))
+        # By name: parameters and buffers to which forward has written in `watching`.
         self._written: dict[str, _SavedTensor] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Learn to which tensors a forward in this context writes, or gives other data."""
+        """Learn to which tensors a forward in this context writes, or gives other data.
+
+        A write raises the version of a tensor, but not a write through `.data`. Therefore the
+        values are compared, too, if they are in other memory than before, as copies are.
+        """
         tensors = {name: value for name, value in self._values.items() if _is_dense(value)}
         data_before = {name: tensor.data for name, tensor in tensors.items()}
         versions_before = {name: tensor._version for name, tensor in tensors.items()}
@@ -132,10 +147,10 @@ class ModelState:
         finally:
             for name, tensor in tensors.items():
                 former = copies.former_by_id.get(id(tensor), data_before[name])
-                has_other_data = former.data_ptr() != tensor.data.data_ptr()
-                # A write through `.data` does not raise the version.
-                is_rewritten = has_other_data and not torch.equal(former, tensor.data)
-                if is_rewritten or tensor._version != versions_before[name]:
+                is_written = tensor._version != versions_before[name]
+                if not is_written and former.data_ptr() != tensor.data.data_ptr():
+                    is_written = not torch.equal(former, tensor.data)
+                if is_written:
                     self._written[name] = _SavedTensor(tensor, former)
 
     def draws(self) -> bool:
@@ -152,6 +167,7 @@ class ModelState:
 
     def restore(self) -> None:
         """Put back what has changed, and the states of the generators."""
+        # Attributes first: they hold the containers, and the tensors by their former names.
         for attributes, former_attributes in self._attributes:
             attributes.clear()
             attributes.update(former_attributes)
@@ -181,13 +197,18 @@ class ModelState:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model by all of their names."""
+    """Return the parameters and buffers of a model by all of their names.
+
+    Args:
+        model: a tied parameter of it has several names.
+    """
     tensors: dict[str, torch.Tensor] = dict(all_named_parameters(model, remove_duplicate=False))
     tensors.update(all_named_buffers(model, remove_duplicate=False))
     return tensors
 
 
 def _is_dense(value: Any) -> bool:
+    """Whether a value is a tensor with a storage of its elements."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
@@ -207,4 +228,7 @@ def _identity(value: Any) -> object:
 
 
 def _identity_of_item(value: Any) -> object:
-    return value if isinstance(value, _COMPARED_TYPES) else id(value)
+    """Return a number or text itself, and the id of any other object."""
+    if isinstance(value, _COMPARED_TYPES):
+        return value
+    return id(value)
