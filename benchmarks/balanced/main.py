@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,18 +189,18 @@ def step(model: Callable[..., Any], x: Tensor) -> None:
 @contextmanager
 def recorded_profiles() -> Iterator[list[Profile]]:
     """Collect the profiles from which plans are made."""
-    found: list[Profile] = []
-    measure = planner.measure_units
+    profiles: list[Profile] = []
+    profile_of = planner.profile_of
 
     def record(*args: Any, **options: Any) -> Profile:
-        found.append(measure(*args, **options))
-        return found[-1]
+        profiles.append(profile_of(*args, **options))
+        return profiles[-1]
 
-    planner.measure_units = record
+    planner.profile_of = record
     try:
-        yield found
+        yield profiles
     finally:
-        planner.measure_units = measure
+        planner.profile_of = profile_of
 
 
 def units_s(model: nn.Module, units: Sequence[str], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,14 +241,18 @@ def units_s(model: nn.Module, units: Sequence[str], x: Tensor) -> tuple[Tensor, 
 
 def best_step(found: Result) -> float:
     """Return the seconds of the best step of all splits, if moving tensors takes no time."""
-    needed = planner.Search(found.profile, found.specs, BalancedBackend(microbatches=MICROBATCHES)).needed
-    places = [*found.profile.places, len(found.profile.units)]
+    backend = BalancedBackend(microbatches=MICROBATCHES)
+    search = planner.Search(found.profile, found.specs, backend, torch.device(found.specs[0].device))
+    chain = found.profile.chain
+    places = [*chain.places, len(chain.units)]
     phases = [sums(each, places) for each in found.units_s]
     steps = []
     for order in set(itertools.permutations(found.specs)) if len(found.specs) < 5 else [found.specs]:
         for power in range(-12, 13):
             seconds = phases[0] + 1.3**power * phases[1]
-            bounds = split((seconds / each.speed).masked_fill(needed > each.cap_bytes, math.inf) for each in order)
+            bounds = split(
+                (seconds / each.speed).masked_fill(search.needed(each) > each.cap_bytes, math.inf) for each in order
+            )
             if bounds is not None:
                 used = [(each, i, j) for each, (i, j) in zip(order, itertools.pairwise(bounds), strict=True) if i < j]
                 times = [[float(phase[i, j]) / each.speed for each, i, j in used] for phase in phases]
@@ -292,8 +296,8 @@ def measure(name: str, devices: list[torch.device], memory: Any = None) -> Resul
     specs = device_specs(devices, memory=memory, model=model)
     made = plan(model)
     # The second one adds its gradients to those of the first, as the micro-batches of a step do.
-    timed = [units_s(model, profiles[0].units, x[: len(x) // MICROBATCHES]) for _ in range(2)][1]
-    return Result(unsplit_s, split_s, made, replace(profiles[0], samples=made.samples), specs, timed)
+    timed = [units_s(model, profiles[0].chain.units, x[: len(x) // MICROBATCHES]) for _ in range(2)][1]
+    return Result(unsplit_s, split_s, made, profiles[0], specs, timed)
 
 
 def alone(name: str, found: Result) -> str:

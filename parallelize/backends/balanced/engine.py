@@ -130,7 +130,7 @@ class BalancedEngine(Engine):
             fix="call the model once with a plain batch before, or use backend='ddp'",
         )
         model = self.inner.model
-        text = f"profiling {type(model).__name__} on its first batch, to choose the stages: the time of about 10 steps"
+        text = f"profiling {type(model).__name__} on its first batch, to choose the stages: the time of about a step"
         with announced(text):
             plan = self._shared_plan(inputs)
         self.plan = plan
@@ -181,7 +181,6 @@ class BalancedEngine(Engine):
             devices=self.devices,
             output_device=self.device,
             options=self.options,
-            running=self._running,
         )
         if self.is_alone:
             return planner.plan(inputs)

@@ -11,30 +11,29 @@ from torch import nn
 from parallelize.errors import ConfigError
 from parallelize.run.surroundings import surroundings
 
-__all__ = ["Plan", "ideal_speedup", "plan", "remember"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Split of a model over devices, with its predicted and measured times and the reason for it.
+    """Split of a model over devices, with its predicted times and the reason for it.
 
     `print(plan)` draws the stages.
 
     Args:
         model: name of the model's class.
         samples: number of samples in the profiled batch.
-        units: names of the submodules between which the model can be split, in the order of their first calls; each
-            is the largest one that begins there.
+        units: names of the submodules between which the model can be split, in the order of their
+            first calls; each is the largest one that begins there.
         bounds: split points; stage j runs `units[bounds[j]:bounds[j + 1]]`.
         devices: device of each stage.
         microbatches: maximum number of micro-batches per batch.
         forward_s: predicted seconds of one micro-batch's forward in each stage.
         backward_s: predicted seconds of one micro-batch's backward in each stage.
-        memory_bytes: predicted bytes of each stage: parameters, gradients, optimizer state and saved activations.
-        unsplit_s: measured seconds of a step on one device; None: the model does not fit on one device.
+        memory_bytes: predicted bytes of each stage: parameters, gradients, optimizer state and
+            saved activations.
+        unsplit_s: predicted seconds of a step on one device; None: the model does not fit on it.
         predicted_s: predicted seconds of a step by this plan.
-        measured_s: measured seconds of a step by this plan; None: not measured.
-        is_split: whether the model is split; otherwise it runs unchanged on the one device in `devices`.
+        is_split: whether the model is split; otherwise it runs unchanged on the one device in
+            `devices`.
         why: why the model is split this way, or not split.
     """
 
@@ -49,44 +48,56 @@ class Plan:
     memory_bytes: tuple[float, ...] = ()
     unsplit_s: float | None = None
     predicted_s: float | None = None
-    measured_s: float | None = None
     is_split: bool = True
     why: str = ""
 
     @property
     def speedup(self) -> float | None:
-        """Return the speedup over one device, measured if possible, else predicted; None: not known."""
-        step = self.measured_s or self.predicted_s
-        return None if self.unsplit_s is None or not step else self.unsplit_s / step
+        """Return the predicted speedup over one device; None: not known."""
+        if self.unsplit_s is None or not self.predicted_s:
+            return None
+        return self.unsplit_s / self.predicted_s
 
     def unit_devices(self) -> dict[str, torch.device]:
         """Return the device of each unit by its name; {} if the model is not split."""
-        stages = zip(self.devices, itertools.pairwise(self.bounds), strict=False)
-        return {name: torch.device(device) for device, (begin, end) in stages for name in self.units[begin:end]}
+        devices: dict[str, torch.device] = {}
+        # A plan that does not split has a device, and no stage.
+        for device, units in zip(self.devices, self._units_of_stages(), strict=False):
+            devices.update(dict.fromkeys(units, torch.device(device)))
+        return devices
+
+    def _units_of_stages(self) -> list[tuple[str, ...]]:
+        return [self.units[begin:end] for begin, end in itertools.pairwise(self.bounds)]
 
     def __str__(self) -> str:
         if not self.is_split:
             return f"{self.model}: not split, on {self.devices[0]}\n  why: {self.why}"
-        count = len(self.devices)
+        stages = len(self.devices)
         speed = f", {self.speedup:.2f}x as fast as one device" if self.speedup else ""
-        headline = (
-            f"{self.model}: {count} stages, {self.microbatches} micro-batches{speed} "
-            f"(ideal {ideal_speedup(count, self.microbatches):.2f}x)"
+        ideal = f"(ideal {ideal_speedup(stages, self.microbatches):.2f}x)"
+        lines = [f"{self.model}: {stages} stages, {self.microbatches} micro-batches{speed} {ideal}"]
+        # A plan that was written by hand has no times and no bytes.
+        none = (0.0,) * stages
+        columns = zip(
+            self.devices,
+            self._units_of_stages(),
+            self.forward_s or none,
+            self.backward_s or none,
+            self.memory_bytes or none,
+            strict=True,
         )
-        lines = [headline]
-        times = [sum(each) for each in zip(self.forward_s, self.backward_s, strict=True)] or [0.0] * count
-        sizes = self.memory_bytes or [0.0] * count
-        stages = zip(self.devices, itertools.pairwise(self.bounds), times, sizes, strict=True)
-        for index, (device, (begin, end), seconds, size) in enumerate(stages):
-            names, share = self.units[begin:end], seconds / max(sum(times), 1e-12)
-            span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        total_s = sum(self.forward_s) + sum(self.backward_s)
+        for number, (device, units, forward_s, backward_s, size) in enumerate(columns):
+            span = units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
+            share = (forward_s + backward_s) / max(total_s, 1e-12)
             bar = f"{'█' * round(24 * share):·<24} {share:4.0%} of time"
-            lines.append(f"  {index}  {device}  {span:<24}  {bar}  {size / 2**20:.1f} MiB")
-        return "\n".join([*lines, f"  why: {self.why}"])
+            lines.append(f"  {number}  {device}  {span:<24}  {bar}  {size / 2**20:.1f} MiB")
+        lines.append(f"  why: {self.why}")
+        return "\n".join(lines)
 
 
 def plan(model: nn.Module) -> Plan:
-    """Return the plan by which `backend="balanced"` splits a model over devices; `print` it to see the stages.
+    """Return the plan by which `backend="balanced"` splits a model; `print` it to see the stages.
 
         with parallel_model(model, backend="balanced"):
             loss_of(model(x)).backward()
@@ -114,5 +125,8 @@ def remember(model: nn.Module, made: Plan) -> None:
 
 
 def ideal_speedup(stages: int, microbatches: int) -> float:
-    """Return the speedup of equal stages over one device if only filling and draining the pipeline costs time."""
+    """Return the speedup of equal stages over one device if only filling and draining costs time.
+
+    The pipeline is filled in forward, and drained in backward.
+    """
     return stages * microbatches / (microbatches + stages - 1)

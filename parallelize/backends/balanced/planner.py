@@ -1,12 +1,14 @@
 """Planner: makes the plan from a model and its first batch.
 
-1  place      put the model on the output device; if it does not fit there, split it by the bytes of its parameters
-2  profile    find the units, which are not split further; time them at two batch sizes
-3  schedule   choose the stages with the shortest predicted step under every device's memory limit
-4  time       run the plan, and the unsplit model; if the plan is not faster, do not split
+1  place      put the model on the output device; if it does not fit there, split it by the bytes of
+              its parameters
+2  profile    find the units, and time each of them once, at the size of a micro-batch
+3  split      choose the stages of which the slowest one is fastest, under every device's memory
+              limit; if the plan is not predicted to be faster than one device, do not split
 
-The user's loop computes the loss of the full batch, so all forward passes run before all backward passes, which begin
-with the last micro-batch. Each phase fills and drains the pipeline. With k = 3 stages and m = 4 micro-batches:
+The user's loop computes the loss of the full batch, so all forward passes run before all backward
+passes, which begin with the last micro-batch. Each phase fills and drains the pipeline. With k = 3
+stages and m = 4 micro-batches:
 
     stage 0   0 1 2 3                         3 2 1 0
     stage 1     0 1 2 3          loss       3 2 1 0
@@ -16,25 +18,27 @@ with the last micro-batch. Each phase fills and drains the pipeline. With k = 3 
     step = sum of all stages' forward times  + (m - 1) * the slowest stage's forward time
          + sum of all stages' backward times + (m - 1) * the slowest stage's backward time
 
-The time in which tensors are moved to a stage counts as time of this stage. With k equal stages, and nothing to move,
-the pipeline is at best k * m / (m + k - 1) times as fast as one device. Starting backward passes before all forward
-passes have ended (1F1B) would need the loss inside the pipeline, and save memory but not time.
+The time in which tensors are moved to a stage counts as time of this stage. With k equal stages,
+and nothing to move, the pipeline is at best k * m / (m + k - 1) times as fast as one device: with
+m = 4 * k micro-batches, which is the default, at least 0.8 * k times. Starting backward passes
+before all forward passes have ended (1F1B) would need the loss inside the pipeline, and save memory
+but not time.
 
-The model's forward hooks run during planning. Buffers and RNG states are restored at the end; gradients do not change.
+The model's forward hooks run during planning. Buffers and RNG states are restored at the end;
+gradients do not change.
 
-Source: GPipe, https://arxiv.org/abs/1811.06965
+Source: GPipe, https://arxiv.org/abs/1811.06965; torchgpipe, https://arxiv.org/abs/2004.09910
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import math
-import re
+import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,17 +50,18 @@ from parallelize.backends.balanced.microbatch import Staged
 from parallelize.backends.balanced.partition import split, sums
 from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.profiling import (
+    Chain,
     DeviceSpec,
-    Line,
+    Measurement,
     Profile,
+    UnitMeter,
     device_specs,
-    find_units,
-    measure_units,
+    find_chain,
     parameter_bytes,
+    profile_of,
 )
 from parallelize.backends.balanced.transfer import place
-from parallelize.backends.batches import Batch, WholeReason
-from parallelize.backends.measuring import run_backward, seconds_of
+from parallelize.backends.batches import Batch, Inputs, WholeReason
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
@@ -64,21 +69,17 @@ from parallelize.plugins.base import Inner
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plugin import BalancedBackend
 
-__all__ = ["Planner", "Search", "initial_devices", "step_s"]
-
 _log = logging.getLogger(__name__)
 
-_MIN_SPEEDUP = 1.03
-"""The model is split only if the speedup is at least this."""
-_SHRUNK = 0.8
-"""Fraction of the predicted bytes that is left to the next plan, if a plan has run out of memory."""
-_BACKWARD_WEIGHTS = (1.0, 0.5, 2.0, 0.25, 4.0)
-"""The slowest forward stage and the slowest backward stage limit a step: in most models the same one, but not if parts
-are frozen. So chains are split by forward + weight * backward, and the shortest of these steps is chosen."""
+_MIN_SPEEDUP = 1.05
+"""A model that fits on one device is split only if the predicted speedup is at least this."""
+_MICROBATCHES_PER_STAGE = 4
+_REPEATS = 3
+"""Timed forwards; the median of each unit's times counts."""
 _BYTES_PER_S = 2e10
 """Rate at which tensors are taken to move between devices: that of PCIe."""
 _MOST_PLACES = 1000
-"""Of longer chains, only every other unit may begin a stage, or every third one, ..."""
+"""In longer chains, only every other unit may begin a stage, or every third one, ..."""
 
 
 @dataclass(kw_only=True)
@@ -90,16 +91,12 @@ class Planner:
         devices: in the user's order.
         output_device: device of the inputs and of the outputs.
         options: the user's options.
-        running: returns a context in which a callable runs the model by a plan; its `refusal` is why it did not split
-            the batch.
     """
 
     inner: Inner
     devices: Sequence[torch.device]
     output_device: torch.device
     options: BalancedBackend
-    running: Callable[[Plan], contextlib.AbstractContextManager[Any]]
-    _why: str = ""  # the batch is not split
 
     def plan(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Plan:
         """Return the plan, made from one batch, given by the arguments of the model.
@@ -108,208 +105,341 @@ class Planner:
             ConfigError: the model does not fit on the devices.
         """
         model = self.inner.model
-        self._used = [*dict.fromkeys([self.output_device, *self.devices])]
-        self._specs = device_specs(self.devices, memory=self.options.memory, model=model)
-        self._state = ModelState(model, self._used)
+        state = ModelState(model, dict.fromkeys([self.output_device, *self.devices]))
         with (
             torch.inference_mode(mode=False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # the step itself gives forward's warnings
-            batch = self._divided(inputs)
-            if isinstance(batch, WholeReason):
-                self._keep_whole(inputs, batch)
-            else:
-                self._batch = batch
+            # The step itself gives forward's warnings.
+            warnings.simplefilter("ignore")
             try:
-                found = replace(self._plan(), model=type(model).__name__)
+                plan = replace(self._plan(inputs, state), model=type(model).__name__)
             finally:
-                self._state.restore()
-        _log.log(logging.INFO if found.is_split else logging.WARNING, "%s", found)
-        return found
+                state.restore()
+        level = logging.INFO if plan.is_split else logging.WARNING
+        _log.log(level, "%s", plan)
+        return plan
 
-    def _divided(self, inputs: Any) -> Batch | WholeReason:
+    def _plan(self, inputs: Inputs, state: ModelState) -> Plan:
+        """Profile the model on a batch, and choose."""
+        model = self.inner.model
+        specs = device_specs(self.devices, memory=self.options.memory, model=model)
+        placed = initial_devices(model, specs, self.options, output_device=self.output_device)
+        place(model, placed, otherwise=self.output_device)
+        trial = _Trial(self.inner, placed, self.output_device, state)
+        batch = self._divided(inputs)
+        profile: Profile | WholeReason | _FailedTrial
+        if isinstance(batch, Batch):
+            profile = trial.profile(batch, self._microbatches(batch))
+        else:
+            profile = batch
+        why = ""
+        if not isinstance(profile, Profile):
+            why = f"the first batch runs whole: {_first_line(profile)}"
+            profile = trial.profile_whole(inputs)
+        return self._choose(profile, specs, why)
+
+    def _divided(self, inputs: Inputs) -> Batch | WholeReason:
         if self.options.microbatches == 1:
             return Batch.whole(inputs)
         return Batch.of(inputs, self.options.batch_dim)
 
-    def _keep_whole(self, inputs: Any, reason: Exception | WholeReason) -> None:
-        """From now on, see the batch as one sample."""
-        self._why = f"the first batch runs whole: {str(reason).splitlines()[0]}"
-        self._batch = Batch.whole(inputs)
+    def _microbatches(self, batch: Batch) -> int:
+        """Return the number of micro-batches: the user's, or four times the number of stages."""
+        wanted = self.options.microbatches
+        if wanted == "auto":
+            wanted = _MICROBATCHES_PER_STAGE * len(self.devices)
+        return min(wanted, batch.size // _least_samples(self.inner.model, batch))
 
-    def _plan(self) -> Plan:
-        """Make the plan; make it again if it runs out of memory."""
-        profile = self._profile()
-        if not profile.units:
-            return self._leave_unsplit("forward calls no submodules, so there is nowhere to split it")
-        try:
-            return self._choose(profile)
-        except torch.OutOfMemoryError as error:
-            text = str(error).partition("\n")[0]
-        _log.info("more memory was needed than predicted (%s): planning again", text)
-        full = re.search(r"GPU (\d+)", text)  # the error of others does not tell the device
-        for index, each in enumerate(self._specs):
-            if full is None or each.device == f"cuda:{full[1]}":
-                used = self._predicted.get(each.device, each.cap_bytes)
-                self._specs[index] = replace(each, cap_bytes=_SHRUNK * used)
-        return self._choose(profile)
+    def _choose(self, profile: Profile, specs: Sequence[DeviceSpec], why: str) -> Plan:
+        """Return the plan that is predicted to be fastest: to split the model, or not to.
 
-    def _profile(self) -> Profile:
-        """Profile micro-batches of two sizes that fit, or the whole batch if forward fails on parts of it."""
-        model, device = self.inner.model, self.output_device
-        placed = initial_devices(model, self._specs, self.options, output_device=device)
-        place(model, placed, otherwise=device)
-        norms = any(isinstance(each, _BatchNorm) for each in model.modules())
-        samples, least = self._batch.size, 1
-        if norms and samples >= 4:
-            least = 2  # with which batch norm trains
-        sizes = [max(least, samples // 16), max(least, samples // 4, min(4, samples // 2))]
-        while True:
-            try:
-                return self._measured(placed, sizes)
-            except torch.OutOfMemoryError as error:
-                if sizes[1] == least:
-                    raise ConfigError(
-                        f"a forward of {least} samples does not fit on the devices",
-                        why=str(error).splitlines()[0],
-                        fix="use larger devices or smaller submodules, which can be on different devices",
-                    ) from error
-                sizes = [max(least, each // 2) for each in sizes]
-            except Exception as error:
-                if self._batch.size == 1:  # an error of the user's
-                    raise
-                self._keep_whole(self._batch.inputs, error)
-                least, sizes = 1, [1, 1]
+        Args:
+            profile: of the model.
+            specs: the devices.
+            why: why the batch runs whole; "": it does not.
+        """
+        if not profile.chain.units:
+            return self._leave_unsplit(
+                profile, "forward calls no submodules, so there is nowhere to split it"
+            )
+        search = Search(profile, specs, self.options, self.output_device)
+        unsplit_s = search.unsplit_s()
+        if unsplit_s is None:
+            return replace(search.best(), why=why or "the fastest split that fits")
+        if profile.samples == 1:
+            return self._leave_unsplit(
+                profile, why or "a batch of one sample, or with microbatches=1, is not split"
+            )
+        plan = search.best()
+        # The host issues the micro-batches one after another, whatever the devices do.
+        split_s = max(plan.predicted_s or 0.0, profile.host_share * unsplit_s)
+        if self.options.microbatches == "auto" and unsplit_s < _MIN_SPEEDUP * split_s:
+            return self._leave_unsplit(
+                profile,
+                f"a step is predicted to take {1000 * unsplit_s:.1f} ms on one device, and "
+                f"{1000 * split_s:.1f} ms if split",
+            )
+        return replace(
+            plan,
+            unsplit_s=unsplit_s,
+            predicted_s=split_s,
+            why="the fastest split; the model fits on one device, where backend='ddp' is normally "
+            "faster",
+        )
 
-    def _measured(self, placed: Mapping[str, torch.device], sizes: Sequence[int]) -> Profile:
-        model, device = self.inner.model, self.output_device
-        with Staged(model, placed, device) as stages:
-            prepare = functools.partial(self._prepared, stages)
-            with self._state.watching():
-                found = find_units(model, prepare(sizes[0]), samples=sizes[0])
-            if found.units:
-                found = measure_units(model, found, prepare, sizes=sizes, device=device)
-        return replace(found, samples=self._batch.size)
-
-    def _prepared(self, stages: Staged, size: int) -> Callable[[], Any]:
-        """Return a function that runs a forward of some samples."""
-        self._state.restore()
-        inputs = self._batch.trial(size).inputs
-
-        def run() -> Any:
-            with stages.batch(is_counted=False):
-                return stages.run(self.inner, inputs)
-
-        return run
-
-    def _choose(self, profile: Profile) -> Plan:
-        """Return the plan with its measured time; or leave the model unsplit, if this is not slower."""
-        search = Search(profile, self._specs, self.options)
-        fits = search.fits(self.output_device)
-        if fits and self._batch.size == 1:
-            return self._leave_unsplit(self._why or "a batch of one sample, or with microbatches=1, is not split")
-        plan = replace(search.best(), why=self._why or "shortest predicted step of all splits")
-        self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=True))
-        if fits:
-            why = f"{plan.why}; the model fits on one device, where backend='ddp' is normally faster"
-            place(self.inner.model, {}, otherwise=self.output_device)
-            with (
-                contextlib.suppress(torch.OutOfMemoryError),  # it does not fit
-                Staged(self.inner.model, {}, self.output_device),  # keeps batch norm's statistics
-            ):
-                plan = replace(plan, unsplit_s=min(self._step_s(self.inner) for _ in range(2)), why=why)
-        is_free = self.options.microbatches == "auto" and plan.unsplit_s is not None
-        if is_free and min(len(plan.devices), plan.microbatches) == 1:
-            return self._leave_unsplit("no split is predicted to be faster than one device")
-        if not is_free and all(each.type == "cpu" for each in self._used):
-            return plan
-        with self.running(plan) as call:
-            call.staged.counts = False
-            self._step_s(call)  # warms up
-            plan = replace(plan, measured_s=self._step_s(call))
-            refusal = call.refusal
-        if refusal is not None:
-            self._keep_whole(self._batch.inputs, refusal)
-            return self._leave_unsplit(self._why) if fits else self._plan()
-        if is_free and (plan.speedup or 0.0) < _MIN_SPEEDUP:
-            took = [f"{(each or 0.0) * 1000:.1f} ms" for each in (plan.unsplit_s, plan.measured_s)]
-            return self._leave_unsplit(f"a step takes {took[0]} on one device, and {took[1]} if split")
-        return plan
-
-    def _step_s(self, call: Callable[..., Any]) -> float:
-        """Return the seconds of forward and backward of the batch."""
-        self._state.restore()
-        args, kwargs = self._batch.trial(self._batch.size).inputs
-        return seconds_of(lambda: run_backward(self.inner.model, call(*args, **kwargs)), self._used)
-
-    def _leave_unsplit(self, why: str) -> Plan:
+    def _leave_unsplit(self, profile: Profile, why: str) -> Plan:
         return Plan(
-            samples=self._batch.size,
+            samples=profile.samples,
             devices=(str(self.output_device),),
             is_split=False,
             why=f"no gain: {why}; consider backend='ddp'",
         )
 
 
-def initial_devices(
-    model: nn.Module, specs: Sequence[DeviceSpec], options: BalancedBackend, *, output_device: torch.device
-) -> dict[str, torch.device]:
-    """Return the device of each submodule without submodules of a model that is not profiled; {}: the output device.
+@dataclass(frozen=True)
+class _FailedTrial:
+    """A forward has failed on a part of the batch, whose full batch may well run.
 
-    The submodules are placed in the order in which they were added, by their bytes: their call order is not known.
+    Args:
+        size: number of samples of the part.
+        samples: number of samples of the batch.
+        error: what it has raised, as text.
+    """
+
+    size: int
+    samples: int
+    error: str
+
+    def __str__(self) -> str:
+        return f"in a trial with {self.size} of {self.samples} samples: {self.error}"
+
+
+class _Trial:
+    """Forwards of a model before it is split.
+
+    Args:
+        inner: holds the model.
+        placed: name of a submodule -> its device; {}: all are on the output device.
+        output_device: device of the inputs and of the outputs.
+        state: of the model, which each trial begins with.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        placed: Mapping[str, torch.device],
+        output_device: torch.device,
+        state: ModelState,
+    ) -> None:
+        self._inner = inner
+        self._placed = placed
+        self._output_device = output_device
+        self._state = state
+
+    def profile_whole(self, inputs: Inputs) -> Profile:
+        """Return the costs of a batch that is not divided."""
+        profile = self.profile(Batch.whole(inputs), 1)
+        assert isinstance(profile, Profile)
+        return profile
+
+    def profile(self, batch: Batch, microbatches: int) -> Profile | _FailedTrial:
+        """Return the costs of micro-batches, or of smaller ones if these do not fit.
+
+        Raises:
+            ConfigError: the smallest micro-batch does not fit.
+        """
+        least = _least_samples(self._inner.model, batch)
+        size = max(least, round(batch.size / microbatches))
+        while True:
+            try:
+                return self._measured(batch, microbatches, size)
+            except torch.OutOfMemoryError as error:
+                if size <= least:
+                    raise ConfigError(
+                        f"a forward of {size} samples does not fit on the devices",
+                        why=_first_line(error),
+                        fix="use larger devices or smaller submodules, which can be on different "
+                        "devices",
+                    ) from error
+            except Exception as error:
+                # With all samples, the user's own call would raise this, too.
+                if size == batch.size:
+                    raise
+                return _FailedTrial(size, batch.size, _first_line(error))
+            size = max(least, size // 2)
+
+    def _measured(self, batch: Batch, microbatches: int, size: int) -> Profile:
+        """Run some forwards of a micro-batch, and return what they cost."""
+        model = self._inner.model
+        with Staged(model, self._placed, self._output_device) as stages:
+            self._state.restore()
+            with self._state.watching():
+                chain = find_chain(model, lambda: self._forward(stages, batch, size), samples=size)
+            # A model that calls no submodules has no units, which take no time.
+            first, *repeats = [Measurement(), Measurement()]
+            if chain.units:
+                meter = UnitMeter(model, chain.units, self._output_device)
+                first, *repeats = self._measure(meter, stages, batch.trial(size).inputs)
+        return profile_of(
+            chain, first, repeats, size=size, samples=batch.size, microbatches=microbatches
+        )
+
+    def _forward(self, stages: Staged, batch: Batch, size: int) -> Any:
+        with stages.batch(is_counted=False):
+            return stages.run(self._inner, batch.trial(size).inputs)
+
+    def _measure(self, meter: UnitMeter, stages: Staged, inputs: Inputs) -> list[Measurement]:
+        """Run micro-batches of one batch, the first of which warms up.
+
+        To the session they are one forward: mixed precision casts parameters once for all of them.
+        """
+        self._state.restore()
+        # What is cast once for all micro-batches is to be cast again in the first one.
+        torch.clear_autocast_cache()
+        call = self._inner.bind_method(self._inner.method, self._inner.model)
+        measurements: list[Measurement] = []
+
+        def run(_model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            for _ in range(1 + _REPEATS):
+                # A forward may change its inputs in place.
+                copies = Batch.whole((args, kwargs)).trial(1).inputs
+                forward = functools.partial(stages.run, call, copies)
+                measurements.append(meter.measure(forward))
+
+        args, kwargs = inputs
+        with stages.batch(is_counted=False):
+            self._inner.session.forward(types.MethodType(run, self._inner.model), *args, **kwargs)
+        return measurements
+
+
+def _least_samples(model: nn.Module, batch: Batch) -> int:
+    """Return the number of samples that a micro-batch needs: batch norm trains with two of them."""
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    return 2 if has_batch_norm and batch.size >= 4 else 1
+
+
+def _first_line(value: object) -> str:
+    """Return the first line of an error or a reason; the class of an error without a text."""
+    return str(value).partition("\n")[0] or type(value).__name__
+
+
+def initial_devices(
+    model: nn.Module,
+    specs: Sequence[DeviceSpec],
+    options: BalancedBackend,
+    *,
+    output_device: torch.device,
+) -> dict[str, torch.device]:
+    """Return the device of each submodule without submodules of a model that is not profiled.
+
+    The submodules are placed in the order in which they were added, by their bytes: their call
+    order is not known. If the model fits on the output device, the result is {}.
 
     Raises:
         ConfigError: the parameters alone do not fit.
     """
-    names = [name for name, each in model.named_modules() if name and not [*each.children()]]
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_leaf = next(module.children(), None) is None
+        if name and is_leaf:
+            names.append(name)
     if not names:
         return {}
-    sizes, trained = parameter_bytes(model, names)
-    none = torch.zeros_like(sizes)
-    profile = Profile(
+    parameters, trained = parameter_bytes(model, names)
+    none = torch.zeros_like(parameters)
+    chain = Chain(
         units=tuple(names),
         places=tuple(range(len(names))),
         moved=none,
-        parameters=sizes,
+        parameters=parameters,
         trained=trained,
-        costs={"forward": Line(none, sizes), "backward": Line(none, none), "saved": Line(none, none)},
     )
-    search = Search(profile, [replace(each, speed=each.cap_bytes) for each in specs], options)
-    return {} if search.fits(output_device) else search.best().unit_devices()
+    # A device is to get as many bytes as it has: bytes for seconds, and limits for speeds.
+    profile = Profile(
+        chain=chain,
+        samples=1,
+        microbatches=1,
+        forward_s=parameters,
+        backward_s=none,
+        saved=none,
+        saved_once=none,
+    )
+    by_bytes = [replace(spec, speed=spec.cap_bytes) for spec in specs]
+    search = Search(profile, by_bytes, options, output_device)
+    if search.unsplit_s() is not None:
+        return {}
+    return search.best().unit_devices()
 
 
 class Search:
     """The plans that are possible for a profiled model on given devices.
 
-    Stages follow the order of the devices, but the last one is on the first device, which holds the training loop's
-    targets: outputs, targets and loss are then on one device, and only the input is copied.
+    Stages follow the order of the devices. Two orders are tried. In the first one, the last stage
+    is on the first device, which holds the training loop's targets, so that only the inputs are
+    copied; in the other one, the first stage is there, and only the outputs are copied.
 
-    Attributes:
-        needed: bytes of each stage: of parameters, gradients and optimizer state; and those that autograd saves of the
-            batch with those that are moved, or another copy of the parameters, with which optimizers compute.
+    Args:
+        profile: of the model.
+        specs: the devices, in the user's order.
+        options: the user's options.
+        output_device: device of the inputs and of the joined outputs.
     """
 
-    def __init__(self, profile: Profile, specs: Sequence[DeviceSpec], options: BalancedBackend) -> None:
-        self.profile, self._order = profile, [*specs[1:], specs[0]]
-        samples, given = profile.samples, options.microbatches
-        # More than 16 micro-batches would be smaller than measured.
-        counts = (1, 2, 4, 8, 16) if given == "auto" else (given,)
-        self._counts = {min(count, samples) for count in counts}
-        every = len(profile.places) // _MOST_PLACES + 1
-        self._places = [*profile.places[::every], len(profile.units)]
-        moved = profile.moved[self._places[:-1], None] * samples
-        held = sums(profile.costs["saved"].at(samples), self._places) + moved
-        held[:, -1] += profile.output_bytes * samples  # all outputs are joined there
-        weights = profile.parameters + (1 + options.optimizer_state) * profile.trained
-        self.needed = sums(weights, self._places) + held.maximum(sums(profile.trained, self._places))
-        self._moved_s = moved / _BYTES_PER_S
+    def __init__(
+        self,
+        profile: Profile,
+        specs: Sequence[DeviceSpec],
+        options: BalancedBackend,
+        output_device: torch.device,
+    ) -> None:
+        chain = profile.chain
+        self._profile = profile
+        self._specs = specs
+        self._output_device = str(output_device)
+        # The places, and the end of the chain. Length n + 1.
+        every = len(chain.places) // _MOST_PLACES + 1
+        self._places = [*chain.places[::every], len(chain.units)]
+        # Bytes of a sample to move to the stage that begins at a place. Shape (n, 1).
+        self._moved = chain.moved[self._places[:-1], None]
+        # All others are matrices of stages. Shape (n, n + 1).
+        self.forward_s = sums(profile.forward_s, self._places)
+        self.backward_s = sums(profile.backward_s, self._places)
+        saved = sums(profile.saved * profile.samples + profile.saved_once, self._places)
+        self._held = saved + self._moved * profile.samples
+        self._trained = sums(chain.trained, self._places)
+        # Parameters, their gradients, and the state of the optimizer.
+        weights = chain.parameters + (1 + options.optimizer_state) * chain.trained
+        self._weights = sums(weights, self._places)
 
-    def fits(self, device: torch.device) -> bool:
-        """Return whether the unsplit model fits on a device, which the pipeline uses."""
-        return any(self.needed[0, -1] <= each.cap_bytes for each in self._order if each.device == str(device))
+    def needed(self, spec: DeviceSpec) -> torch.Tensor:
+        """Return the bytes that each stage needs on a device. Shape (n, n + 1).
+
+        A stage holds its parameters, gradients and optimizer state. Beside them, it holds what
+        autograd saves of the batch, and what is moved to it; or, in the step of the optimizer,
+        another copy of the parameters.
+        """
+        outputs = self._profile.chain.output_bytes * self._profile.samples
+        held = self._held.clone()
+        if spec.device == self._output_device:
+            # All outputs are joined there, and the inputs are there.
+            held += self._profile.chain.loss_bytes * self._profile.samples
+            held[0] -= self._moved[0] * self._profile.samples
+        else:
+            # The outputs of the last stage, and their gradients.
+            held[:, -1] += 2 * outputs
+        return self._weights + held.maximum(self._trained)
+
+    def unsplit_s(self) -> float | None:
+        """Return the predicted seconds of a step on the output device; None: it does not fit."""
+        for spec in self._specs:
+            is_output_device = spec.device == self._output_device
+            if is_output_device and self.needed(spec)[0, -1] <= spec.cap_bytes:
+                step_of_microbatch_s = float(self.forward_s[0, -1] + self.backward_s[0, -1])
+                return step_of_microbatch_s * self._profile.microbatches / spec.speed
+        return None
 
     def best(self) -> Plan:
         """Return the plan with the shortest predicted step.
@@ -317,47 +447,108 @@ class Search:
         Raises:
             ConfigError: no split fits the devices.
         """
-        found = [self._plan(m, weight) for m in self._counts for weight in _BACKWARD_WEIGHTS]
-        return min(found, key=lambda each: each.predicted_s or 0.0)
+        best: Plan | None = None
+        for order in self._orders():
+            plan = self._best_in(order)
+            if plan is not None and (best is None or _predicted_s(plan) < _predicted_s(best)):
+                best = plan
+        if best is None:
+            raise self._does_not_fit()
+        return best
 
-    def _plan(self, m: int, weight: float) -> Plan:
-        """Return a good plan with m micro-batches."""
-        part, moved_s = self.profile.samples / m, self._moved_s / m
-        phases = [sums(self.profile.costs[phase].at(part), self._places) for phase in ("forward", "backward")]
-        seconds = phases[0] + weight * phases[1]
-        bounds = split(
-            (seconds / spec.speed + (1 + weight) * moved_s).masked_fill(self.needed > spec.cap_bytes, math.inf)
-            for spec in self._order
-        )
+    def _orders(self) -> list[list[DeviceSpec]]:
+        first, *others = self._specs
+        return [[*others, first], [first, *others]]
+
+    def _best_in(self, order: Sequence[DeviceSpec]) -> Plan | None:
+        """Return the plan whose slowest stage is the fastest; None: no split fits."""
+        profile = self._profile
+        # Shape (n, 1). The inputs of the batch, at place 0, are moved at once.
+        moved_s = self._moved * (profile.samples / profile.microbatches / _BYTES_PER_S)
+        moved_s[0] = 0.0
+        bounds = split(self._costs(spec, moved_s) for spec in order)
         if bounds is None:
-            bounds = split([self.needed] * len(self._order)) or ()
-            size = max(float(self.needed[pair]) for pair in itertools.pairwise(bounds) if pair[0] < pair[1])
-            raise ConfigError(
-                f"the model does not fit on {', '.join(each.device for each in self._order)}",
-                why=f"the best split needs at least {size / 2**20:.1f} MiB ({size:.0f} bytes) on every device",
-                fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
-                "torch.utils.checkpoint in the model, the true optimizer_state=",
-            )
-        pairs = zip(self._order, itertools.pairwise(bounds), strict=True)
-        stages = [(spec, *pair) for spec, pair in pairs if pair[0] < pair[1]]
-        forward_s, backward_s = (
-            tuple(float(phase[begin, end] / spec.speed + moved_s[begin]) for spec, begin, end in stages)
-            for phase in phases
-        )
+            return None
+        devices: list[str] = []
+        ends: list[int] = []
+        forward_s: list[float] = []
+        backward_s: list[float] = []
+        memory_bytes: list[float] = []
+        for spec, (begin, end) in zip(order, itertools.pairwise(bounds), strict=True):
+            if begin < end:
+                devices.append(spec.device)
+                ends.append(self._places[end])
+                moving_s = float(moved_s[begin])
+                forward_s.append(float(self.forward_s[begin, end]) / spec.speed + moving_s)
+                backward_s.append(float(self.backward_s[begin, end]) / spec.speed + moving_s)
+                memory_bytes.append(float(self.needed(spec)[begin, end]))
+        predicted_s = step_s(forward_s, backward_s, profile.microbatches)
         return Plan(
-            samples=self.profile.samples,
-            units=self.profile.units,
-            bounds=(0, *(self._places[end] for *_, end in stages)),
-            devices=tuple(spec.device for spec, *_ in stages),
-            microbatches=m,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            memory_bytes=tuple(float(self.needed[begin, end]) for _, begin, end in stages),
-            predicted_s=step_s(forward_s, backward_s, m),
+            samples=profile.samples,
+            units=profile.chain.units,
+            bounds=(0, *ends),
+            devices=tuple(devices),
+            microbatches=profile.microbatches,
+            forward_s=tuple(forward_s),
+            backward_s=tuple(backward_s),
+            memory_bytes=tuple(memory_bytes),
+            predicted_s=predicted_s + self._copying_s(devices[0], devices[-1]),
         )
+
+    def _costs(self, spec: DeviceSpec, moved_s: torch.Tensor) -> torch.Tensor:
+        """Return the seconds of each stage on a device, infinite if it does not fit.
+
+        Args:
+            spec: the device.
+            moved_s: seconds to move the arguments of a micro-batch to a stage. Shape (n, 1).
+
+        Returns:
+            a matrix of stages. Shape (n, n + 1).
+        """
+        seconds = (self.forward_s + self.backward_s) / spec.speed + 2 * moved_s
+        return seconds.masked_fill(self.needed(spec) > spec.cap_bytes, math.inf)
+
+    def _copying_s(self, first_device: str, last_device: str) -> float:
+        """Return the seconds to copy a batch to the first stage, and its outputs from the last.
+
+        The gradient of the outputs is copied, too.
+        """
+        bytes_of_sample = 0.0
+        if first_device != self._output_device:
+            bytes_of_sample += float(self._moved[0])
+        if last_device != self._output_device:
+            bytes_of_sample += 2 * self._profile.chain.output_bytes
+        return bytes_of_sample * self._profile.samples / _BYTES_PER_S
+
+    def _does_not_fit(self) -> ConfigError:
+        """Return the error that says how many bytes every device would need."""
+        sizes: list[float] = []
+        for order in self._orders():
+            matrices = [self.needed(spec) for spec in order]
+            bounds = split(matrices)
+            assert bounds is not None
+            stages = zip(matrices, itertools.pairwise(bounds), strict=True)
+            sizes.append(
+                max(float(needed[stage]) for needed, stage in stages if stage[0] < stage[1])
+            )
+        size = min(sizes)
+        return ConfigError(
+            f"the model does not fit on {', '.join(spec.device for spec in self._specs)}",
+            why=f"the best split needs at least {size / 2**20:.1f} MiB ({size:.0f} bytes) on every "
+            "device",
+            fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
+            "torch.utils.checkpoint in the model, the true optimizer_state=",
+        )
+
+
+def _predicted_s(plan: Plan) -> float:
+    return plan.predicted_s or 0.0
 
 
 def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
-    """Return the predicted seconds of a step, given the seconds of each stage for one micro-batch."""
-    phases = (forward_s, backward_s)
-    return sum(math.fsum(each) + (microbatches - 1) * max(each) for each in phases)
+    """Return the predicted seconds of a step, given the seconds of each stage for one micro-batch.
+
+    See the drawing at the top of this file.
+    """
+    slowest_s = max(forward_s) + max(backward_s)
+    return math.fsum((*forward_s, *backward_s)) + (microbatches - 1) * slowest_s

@@ -1,157 +1,241 @@
-"""Profiling on the first batch: units, the seconds of their forward and backward, and the bytes that autograd saves.
+"""Profiling on the first batch: the units of a model, the seconds of each, and what autograd saves.
 
-A unit is a submodule in which no other one is called, or which is called more than once. The forward passes of
-micro-batches of two sizes are timed; a unit's lasts until the next unit begins.
+A few forwards of one micro-batch are measured. A unit lasts until the next unit begins:
 
-    seconds   │            x        A line through both gives the time for a micro-batch of b samples:
-              │     x      ╎            fixed + per_sample * b
-        fixed │     ╎      ╎
-              └─────┴──────┴── b
-                 small   large
+    forward       unit 0 ──────── unit 1 ── unit 2 ───────────────── end of forward
+    clock      │                │         │                        │
 
-A backward is not timed: it takes about twice as long as its forward, since it computes the gradients of a unit's
-parameters and of its input. Units before the first trained one have no backward.
+On an accelerator, the clock is an event on its stream, so that the host does not wait between
+units. A backward is not timed. It computes gradients of a unit's inputs and of its parameters, and
+each of the two takes about as long as its forward. Units before the first trained one have none.
 
-On an accelerator, events on its stream measure these times, so that the host does not wait between units.
+Glossary:
+
+    unit       a submodule that is not divided further; what is called inside it belongs to it
+    chain      the units of a model in the order of their first calls
+    place      a unit at which a stage may begin
+    moved      the tensors that have to be on the device of the stage that begins at a place
+    trained    a parameter that requires gradients
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import statistics
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallelize.backends.balanced.transfer import owners, tensors_in
 from parallelize.backends.measuring import elapsed_s, free_bytes, now, shortest
 from parallelize.errors import ConfigError
 from parallelize.torch_patches.module_tensors import all_parameters
 
-__all__ = [
-    "DeviceSpec",
-    "Line",
-    "Profile",
-    "device_specs",
-    "find_units",
-    "measure_units",
-    "parameter_bytes",
-]
-
 _USABLE = 0.9
 """Usable fraction of a GPU's free memory; the rest is for workspaces and fragmentation."""
 _NO_LIMIT = 2.0**60
 """Usable bytes of a device without a limit."""
-_REPEATS = 3
-"""Timed runs of each size, of which the shortest times count."""
+_BYTES_PER_OUTPUT = 16
+"""Of a loss that the user computes: cross_entropy saves as many fp32 values as the outputs have,
+which have a gradient, and so has what is saved. The joined outputs are the fourth."""
+_BYTES_PER_OUTPUT_WITH_LOSS = 4
+"""The loss is among the outputs: nothing is computed from the others."""
 
 
-class Line(NamedTuple):
-    """Seconds or bytes of each unit in a micro-batch, by its number of samples.
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The units of a model in the order of their first calls; vectors have an element per unit.
 
-    The fixed part (Python overhead, kernel launches, loading weights) does not shrink with the micro-batch.
+    Args:
+        units: their names; a unit is named after the largest module that begins with it.
+        places: the units at which a stage may begin, by their positions. A unit that changes its
+            arguments in place is none: they are read on the former device, too.
+        moved: bytes per sample to move if a stage begins at a unit: the arguments of its call, and
+            of the calls around it.
+        parameters: bytes of parameters and buffers.
+        trained: bytes of trained parameters.
+        output_bytes: bytes per sample of the outputs.
+        loss_bytes: bytes per sample of the joined outputs and of a loss of them.
     """
 
-    fixed: torch.Tensor
-    per_sample: torch.Tensor
-
-    def at(self, samples: float) -> torch.Tensor:
-        """Return what a micro-batch of so many samples takes."""
-        return self.fixed + self.per_sample * samples
-
-    @classmethod
-    def through(cls, sizes: Sequence[int], values: Sequence[torch.Tensor]) -> Line:
-        """Return the line through the values at two sizes; neither of its parts is negative."""
-        (small, large), (at_small, at_large) = sizes, values
-        slope = at_large / large
-        if small < large:
-            slope = ((at_large - at_small) / (large - small)).clamp(min=0.0).minimum(slope)
-        return cls(at_large - slope * large, slope)
+    units: tuple[str, ...]
+    places: tuple[int, ...]
+    moved: torch.Tensor
+    parameters: torch.Tensor
+    trained: torch.Tensor
+    output_bytes: float = 0.0
+    loss_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured costs of a model on its first batch; vectors have an element for each unit.
+    """Measured costs of a model on its first batch; vectors have an element per unit.
 
-    A unit is a submodule that is not split further. Its costs are those of all of its calls, each of which lasts until
-    another unit's begins.
+    Args:
+        chain: the units.
+        samples: number of samples of the batch.
+        microbatches: number of micro-batches of the batch.
+        forward_s: seconds of a micro-batch's forward.
+        backward_s: seconds of a micro-batch's backward.
+        saved: bytes per sample that autograd saves.
+        saved_once: bytes that autograd saves once for all micro-batches, such as the parameters
+            that mixed precision has cast.
+        host_share: of the seconds of a forward, the fraction in which the host is busy.
     """
 
-    units: tuple[str, ...]
-    """Names in the order of first calls; each unit is named after the largest module that begins with it."""
-    places: tuple[int, ...]
-    """Units at which a stage may begin: not those that change arguments, which are read on the former device, too."""
-    moved: torch.Tensor
-    """Bytes per sample to move if a stage begins at a unit: the arguments of its call, and of the calls around it."""
-    parameters: torch.Tensor
-    """Bytes of parameters and buffers."""
-    trained: torch.Tensor
-    """Bytes of the parameters that require grad."""
-    costs: Mapping[str, Line] = field(default_factory=dict)
-    """Seconds of "forward" and "backward", and bytes that autograd has "saved"."""
-    samples: int = 1
-    output_bytes: float = 0.0
-    """Bytes per sample of outputs, and of a loss of them, on the device of the last stage."""
+    chain: Chain
+    samples: int
+    microbatches: int
+    forward_s: torch.Tensor
+    backward_s: torch.Tensor
+    saved: torch.Tensor
+    saved_once: torch.Tensor
+    host_share: float = 0.0
 
 
-def find_units(model: nn.Module, run: Callable[[], object], *, samples: int) -> Profile:
-    """Run a forward of some samples; return its units without costs."""
-    calls = Counter[str]()  # in the order of first calls
-    sizes = dict[str, int]()  # bytes of the arguments of the first call
-    versions: list[tuple[str, Any, int]] = []  # of the arguments of each call
+@dataclass(frozen=True)
+class CallTree:
+    """Which submodules a forward has called, and how often: `a.b` is called inside `a`.
 
-    def enter(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls[name] += 1
-        tensors = tensors_in((args, kwargs))
-        sizes.setdefault(name, sum(map(_bytes, tensors)))
-        versions.extend((name, weakref.ref(each), each._version) for each in tensors)
+        blocks.0              called once
+          blocks.0.norm       called once, calls nothing: a leaf
+          blocks.0.recurrent  called twice: a leaf, whose calls are in one stage
+            ....recurrent.cell  inside a leaf
 
-    modules = dict(_visible(model))
-    run()  # begins again if operands meet on another device
-    with _calling(modules, enter):
-        outputs = tensors_in(run())  # which keep tensors alive
-    changing = {name for name, ref, version in versions if ref() is not None and ref()._version != version}
-    units = _units(modules, calls)
-    moved = [sum(size for name, size in sizes.items() if f"{each}.".startswith(f"{name}.")) for each in units]
+    Args:
+        modules: the submodules by their names.
+        calls: numbers of calls by the names, in the order of the first calls.
+    """
+
+    modules: Mapping[str, nn.Module]
+    calls: Counter[str]
+
+    def leaves(self) -> list[str]:
+        """Return the submodules that are not divided further, in the order of their first calls.
+
+        They call no other one, or are called several times. A submodule without parameters that is
+        called several times is none: it computes where it is called, such as an activation that
+        all blocks share.
+        """
+        callers: set[str] = set()
+        for name in self.calls:
+            callers.update(self.callers_of(name))
+        return [name for name in self.calls if self._is_leaf(name, callers)]
+
+    def _is_leaf(self, name: str, callers: set[str]) -> bool:
+        if any(self.calls[caller] > 1 for caller in self.callers_of(name)):
+            return False
+        if self.calls[name] > 1:
+            return next(all_parameters(self.modules[name]), None) is not None
+        return name not in callers
+
+    def units(self) -> list[str]:
+        """Return the leaves, each by the name of the largest submodule that begins with it.
+
+        A submodule whose leaves are not one after another is no part of a chain, and gives no name.
+        """
+        leaves = self.leaves()
+        positions_inside = defaultdict[str, list[int]](list)
+        for position, leaf in enumerate(leaves):
+            for name in (*self.callers_of(leaf), leaf):
+                positions_inside[name].append(position)
+        units = [*leaves]
+        # A caller comes after what it calls, so that its name stays.
+        for name in reversed(self.calls):
+            positions = positions_inside[name]
+            if positions and positions[-1] - positions[0] == len(positions) - 1:
+                units[positions[0]] = name
+        return units
+
+    def callers_of(self, name: str) -> list[str]:
+        """Return the called submodules around a submodule, the outermost one first."""
+        *outer_paths, _ = itertools.accumulate(name.split("."), "{}.{}".format)
+        return [path for path in outer_paths if path in self.calls]
+
+
+class _CallRecorder:
+    """Notes the calls of submodules, and the tensors that are their arguments.
+
+    Attributes:
+        calls: numbers of calls, in the order of the first calls.
+        argument_bytes: name of a submodule -> bytes of the arguments of its first call.
+    """
+
+    def __init__(self) -> None:
+        self.calls = Counter[str]()
+        self.argument_bytes: dict[str, int] = {}
+        # Name of a submodule, an argument of a call, and its version at this time.
+        self._versions: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+
+    def enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note a call that begins."""
+        self.calls[name] += 1
+        arguments = tensors_in((args, kwargs))
+        self.argument_bytes.setdefault(name, sum(map(_bytes, arguments)))
+        for tensor in arguments:
+            self._versions.append((name, weakref.ref(tensor), tensor._version))
+
+    def changing(self) -> set[str]:
+        """Return the submodules whose arguments were changed in place since their calls."""
+        names: set[str] = set()
+        for name, reference, version in self._versions:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                names.add(name)
+        return names
+
+
+def find_chain(model: nn.Module, forward: Callable[[], object], *, samples: int) -> Chain:
+    """Return the units of a model.
+
+    Args:
+        model: the user's model.
+        forward: runs a forward, and returns its output.
+        samples: number of samples of this forward.
+    """
+    modules = dict(_visible_submodules(model))
+    recorder = _CallRecorder()
+    # A forward may begin again when operands meet on two devices, but not at the second time.
+    forward()
+    with _before_calls(modules, recorder.enter):
+        # The outputs must stay alive: what autograd has saved for them keeps the arguments alive.
+        outputs = tensors_in(forward())
+    changing = recorder.changing()
+    tree = CallTree(modules, recorder.calls)
+    units = tree.units()
+    places: list[int] = []
+    moved: list[float] = []
+    for position, unit in enumerate(units):
+        if position == 0 or unit not in changing:
+            places.append(position)
+        names = (*tree.callers_of(unit), unit)
+        moved.append(sum(recorder.argument_bytes[name] for name in names) / samples)
     parameters, trained = parameter_bytes(model, units)
-    # A loss that the user computes saves as many fp32 values as cross_entropy, and has two gradients.
-    values = 4 if any(each.dim() == 0 for each in outputs) else 16
-    return Profile(
+    has_loss = any(output.dim() == 0 for output in outputs)
+    bytes_per_output = _BYTES_PER_OUTPUT_WITH_LOSS if has_loss else _BYTES_PER_OUTPUT
+    return Chain(
         units=tuple(units),
-        places=tuple(index for index, each in enumerate(units) if not index or each not in changing),
-        moved=_vector(moved) / samples,
+        places=tuple(places),
+        moved=_vector(moved),
         parameters=parameters,
         trained=trained,
-        output_bytes=values * sum(each.numel() for each in outputs) / samples,
+        output_bytes=sum(map(_bytes, outputs)) / samples,
+        loss_bytes=bytes_per_output * sum(output.numel() for output in outputs) / samples,
     )
 
 
-def _units(modules: Mapping[str, nn.Module], calls: Counter[str]) -> list[str]:
-    """Return the names of the units, by the number of calls of each module."""
-    around = {name: [each for each in calls if name.startswith(f"{each}.")] for name in calls}
-    inside = {each for names in around.values() for each in names}
-    names = [
-        name
-        for name, count in calls.items()
-        if all(calls[each] == 1 for each in around[name])
-        and (name not in inside if count == 1 else [*all_parameters(modules[name])])
-    ]
-    units = [*names]  # named after the largest modules that begin with them
-    for name in reversed(calls):
-        found = [index for index, each in enumerate(names) if f"{each}.".startswith(f"{name}.")]
-        if found and found[-1] - found[0] == len(found) - 1:
-            units[found[0]] = name
-    return units
-
-
 @contextlib.contextmanager
-def _calling(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -> Iterator[None]:
-    """Call enter(name, module, args, kwargs) before each call of a module."""
+def _before_calls(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -> Iterator[None]:
+    """In the context, call enter(name, module, args, kwargs) before each call of a module."""
     with contextlib.ExitStack() as hooks:
         for name, module in modules.items():
             hook = functools.partial(enter, name)
@@ -159,96 +243,169 @@ def _calling(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -> It
         yield
 
 
-def parameter_bytes(model: nn.Module, units: Sequence[str]) -> list[torch.Tensor]:
-    """Return each unit's bytes of parameters and buffers, and of those that require grad; tied ones count once."""
-    held, trained = Counter[str](), Counter[str]()
+def parameter_bytes(model: nn.Module, units: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each unit's bytes of parameters and buffers, and of trained parameters.
+
+    A parameter of several units counts for the one that holds it.
+    """
+    held = Counter[str]()
+    trained = Counter[str]()
     for tensor, unit in owners(model, units):
         held[unit] += _bytes(tensor)
-        trained[unit] += _bytes(tensor) * tensor.requires_grad
-    return [_vector([each[unit] for unit in units]) for each in (held, trained)]
+        if tensor.requires_grad:
+            trained[unit] += _bytes(tensor)
+    return _vector([held[unit] for unit in units]), _vector([trained[unit] for unit in units])
 
 
-def _visible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules by their names, but not those inside of compiled ones, which are not followed."""
+def _visible_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules by their names, but none inside a compiled one: it is not followed."""
     hidden = {id(model)}
     for name, module in model.named_modules():
-        if id(module) not in hidden:
-            yield name, module
-            if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
-                hidden.update(map(id, module.modules()))
+        if id(module) in hidden:
+            continue
+        yield name, module
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            hidden.update(map(id, module.modules()))
 
 
-def _costs(
-    model: nn.Module, units: Sequence[str], call: Callable[[], Any], device: torch.device
-) -> dict[tuple[str, str], float]:
-    """Run a forward; return the seconds of each unit's "forward", and the bytes that autograd has "saved"."""
-    found = defaultdict[tuple[str, str], float](float)
-    laps: list[tuple[str, Any, Any]] = []
-    # Each storage counts once, those of parameters never.
-    seen = {each.untyped_storage().data_ptr() for each in all_parameters(model) if each.layout is torch.strided}
-    # What runs, on which device and since when. The first unit begins before it is called.
-    running = units[0], device, now(device)
+@dataclass
+class Measurement:
+    """What one forward of a micro-batch has taken.
 
-    def begin(name: str, _module: Any, args: Any, kwargs: Any) -> None:
-        nonlocal running
-        before, where, began = running
-        laps.append((before, began, now(where)))
-        where = next((each.device for each in tensors_in((args, kwargs))), where)
-        running = name, where, now(where)
+    Attributes:
+        seconds: unit -> seconds of its calls.
+        saved: unit -> bytes that autograd has saved in its calls, and not in earlier forwards.
+        host_s: seconds in which the host was busy.
+    """
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                found[running[0], "saved"] += storage.nbytes()
-        return tensor.detach()  # makes no reference cycle
-
-    with (
-        _calling({name: model.get_submodule(name) for name in units}, begin),
-        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
-    ):
-        output = call()  # keeps what is saved, so that no two storages have one address
-    begin("", model, output, None)
-    for name, began, ended in laps:
-        found[name, "forward"] += elapsed_s(began, ended)
-    return found
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    saved: Counter[str] = field(default_factory=Counter)
+    host_s: float = 0.0
 
 
-def measure_units(
-    model: nn.Module,
-    found: Profile,
-    prepare: Callable[[int], Callable[[], Any]],
-    *,
-    sizes: Sequence[int],
-    device: torch.device,
-) -> Profile:
-    """Measure the units of a model at two micro-batch sizes.
+@dataclass
+class _Lap:
+    """A unit runs, from one point of its device's work to another."""
+
+    unit: str
+    device: torch.device
+    began: Any
+    ended: Any = None
+
+
+class UnitMeter:
+    """Measures forwards of a model, unit by unit.
 
     Args:
         model: the user's model.
-        found: the result of `find_units`.
-        prepare: returns a function that runs a forward of so many samples, and returns its output.
-        sizes: numbers of samples of the smaller and of the larger micro-batch.
+        units: of `find_chain`.
         device: that of the inputs.
     """
-    runs = [[_costs(model, found.units, prepare(size), device) for _ in range(_REPEATS)] for size in sizes]
 
-    def line(kind: str) -> Line:
-        values = [_vector([min(run.get((name, kind), 0.0) for run in each) for name in found.units]) for each in runs]
-        return Line.through(sizes, values)
+    def __init__(self, model: nn.Module, units: Sequence[str], device: torch.device) -> None:
+        self._model = model
+        self._units = units
+        self._device = device
+        self._measurement = Measurement()
+        self._laps: list[_Lap] = []
+        # What is saved counts once, and parameters never: they are held anyway.
+        self._counted: set[StorageWeakRef] = set()
+        for parameter in all_parameters(model):
+            if parameter.layout is torch.strided:
+                self._counted.add(_reference(parameter))
 
-    # The gradients of each micro-batch are added to those of the ones before it.
-    block = torch.ones(2**20, device=device)
-    adding = found.trained * (shortest(lambda: block.add_(block), device) / block.nbytes)
-    forward, passes = line("forward"), 2.0 * (found.trained.cumsum(0) > 0)
-    backward = Line(passes * forward.fixed + adding, passes * forward.per_sample)
-    costs = {"forward": forward, "backward": backward, "saved": line("saved")}
-    return replace(found, costs=costs)
+    def measure(self, forward: Callable[[], object]) -> Measurement:
+        """Run a forward, and return what it has taken."""
+        self._measurement = measurement = Measurement()
+        # The first unit begins before it is called: what comes before its call belongs to it.
+        self._laps = [_Lap(self._units[0], self._device, now(self._device))]
+        modules = {unit: self._model.get_submodule(unit) for unit in self._units}
+        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        began = time.perf_counter()
+        with _before_calls(modules, self._enter), saving:
+            forward()
+        measurement.host_s = time.perf_counter() - began
+        self._laps[-1].ended = now(self._laps[-1].device)
+        for lap in self._laps:
+            measurement.seconds[lap.unit] += elapsed_s(lap.began, lap.ended)
+        return measurement
+
+    def _enter(self, unit: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """End the lap of the unit that was running, and begin another one."""
+        running = self._laps[-1]
+        running.ended = now(running.device)
+        arguments = tensors_in((args, kwargs))
+        device = arguments[0].device if arguments else running.device
+        self._laps.append(_Lap(unit, device, now(device)))
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count what autograd saves, and return what it is to keep."""
+        if tensor.layout is torch.strided:
+            reference = _reference(tensor)
+            if reference not in self._counted:
+                self._counted.add(reference)
+                self._measurement.saved[self._laps[-1].unit] += tensor.untyped_storage().nbytes()
+        # With its graph, an output that is saved would be in a cycle, and stay.
+        return tensor.detach()
+
+
+_storage_reference: Any = StorageWeakRef
+
+
+def _reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return what is equal for one storage, also after it is freed and its address used again."""
+    reference: StorageWeakRef = _storage_reference(tensor.untyped_storage())
+    return reference
+
+
+def profile_of(
+    chain: Chain,
+    first: Measurement,
+    repeats: Sequence[Measurement],
+    *,
+    size: int,
+    samples: int,
+    microbatches: int,
+) -> Profile:
+    """Return the costs of a chain.
+
+    Args:
+        chain: the units.
+        first: of the forward that has warmed up.
+        repeats: of forwards of other micro-batches of the same batch.
+        size: number of samples of these micro-batches.
+        samples: number of samples of the batch.
+        microbatches: number of micro-batches of the batch, which may be larger than the measured
+            ones: where these did not fit, smaller ones are measured.
+    """
+    scale = samples / microbatches / size
+    seconds: list[float] = []
+    saved: list[float] = []
+    saved_once: list[float] = []
+    for unit in chain.units:
+        seconds.append(statistics.median(repeat.seconds[unit] for repeat in repeats))
+        saved.append(repeats[-1].saved[unit] / size)
+        saved_once.append(max(0, first.saved[unit] - repeats[-1].saved[unit]))
+    forward_s = _vector(seconds) * scale
+    is_trained = chain.trained > 0
+    has_gradient = is_trained.cumsum(0) > 0
+    host_s = statistics.median(repeat.host_s for repeat in repeats)
+    return Profile(
+        chain=chain,
+        samples=samples,
+        microbatches=microbatches,
+        forward_s=forward_s,
+        # As many passes as it computes gradients: of parameters, and of inputs.
+        backward_s=forward_s * (is_trained.double() + has_gradient.double()),
+        saved=_vector(saved),
+        saved_once=_vector(saved_once),
+        host_share=min(1.0, host_s / max(sum(seconds), 1e-12)),
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # sparse ones have no nbytes
+    # A sparse tensor has no nbytes.
+    return tensor.numel() * tensor.element_size()
 
 
 def _vector(values: Sequence[float]) -> torch.Tensor:
@@ -257,12 +414,17 @@ def _vector(values: Sequence[float]) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """Memory limit and speed of one device."""
+    """Memory limit and speed of one device.
+
+    Args:
+        device: its name.
+        cap_bytes: usable bytes.
+        speed: relative to the first device.
+    """
 
     device: str
     cap_bytes: float = _NO_LIMIT
     speed: float = 1.0
-    """Relative to the first device."""
 
 
 def device_specs(
@@ -272,7 +434,8 @@ def device_specs(
 
     Args:
         devices: in the user's order.
-        memory: usable bytes of each device, or one number for all; None: free memory of a GPU, unlimited on the CPU.
+        memory: usable bytes of each device, or one number for all; None: free memory of a GPU,
+            unlimited on the CPU.
         model: its parameters count as free memory, since they are about to be moved to stages.
 
     Raises:
@@ -285,26 +448,40 @@ def device_specs(
             why="each device has one limit",
             fix="pass one number of bytes per device, or one for all",
         )
-    kinds = [torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices]
-    # Devices of one kind are equally fast: a measured difference would be noise.
-    seconds = {
-        kind: _matmul_seconds(each) if len({*kinds}) > 1 else 1.0 for kind, each in zip(kinds, devices, strict=True)
-    }
-    return [
-        DeviceSpec(
-            device=str(device),
-            cap_bytes=min(_usable_bytes(device, model) / devices.count(device), limit or _NO_LIMIT),
-            speed=seconds[kinds[0]] / seconds[kind],
-        )
-        for device, kind, limit in zip(devices, kinds, limits, strict=True)
-    ]
+    specs: list[DeviceSpec] = []
+    speeds = _speeds(devices)
+    for device, speed, limit in zip(devices, speeds, limits, strict=True):
+        usable = _usable_bytes(device, model) / devices.count(device)
+        cap = min(usable, limit or _NO_LIMIT)
+        specs.append(DeviceSpec(device=str(device), cap_bytes=cap, speed=speed))
+    return specs
+
+
+def _speeds(devices: Sequence[torch.device]) -> list[float]:
+    """Return the speeds of devices relative to the first one.
+
+    Devices of one type are equally fast: a measured difference would be noise.
+    """
+    device_of_type: dict[str, torch.device] = {}
+    types: list[str] = []
+    for device in devices:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        types.append(name)
+        device_of_type[name] = device
+    if len(device_of_type) == 1:
+        return [1.0] * len(devices)
+    seconds = {name: _matmul_seconds(device) for name, device in device_of_type.items()}
+    return [seconds[types[0]] / seconds[name] for name in types]
 
 
 def _usable_bytes(device: torch.device, model: nn.Module) -> float:
     if device.type != "cuda":
         return _NO_LIMIT
-    own = sum(each.nbytes for each in all_parameters(model) if each.device == device)
-    return (free_bytes(device) + own) * _USABLE
+    bytes_of_model = 0
+    for parameter in all_parameters(model):
+        if parameter.device == device:
+            bytes_of_model += _bytes(parameter)
+    return (free_bytes(device) + bytes_of_model) * _USABLE
 
 
 def _matmul_seconds(device: torch.device) -> float:

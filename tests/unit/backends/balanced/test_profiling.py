@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from collections import Counter
 import pytest
 import torch
 from torch import nn
 
-from parallelize.backends.balanced.profiling import Line, Profile, find_units, measure_units
+from parallelize.backends.balanced.profiling import (
+    CallTree,
+    Chain,
+    Profile,
+    UnitMeter,
+    find_chain,
+    profile_of,
+)
 
 
 class Residual(nn.Module):
@@ -35,39 +41,61 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def found() -> tuple[Model, Profile]:
-    model = Model()
-    return model, find_units(model, lambda: model(torch.randn(4, 8)), samples=4)
+def chain_of(model: nn.Module) -> Chain:
+    return find_chain(model, lambda: model(torch.randn(4, 8)), samples=4)
+
+
+def measured(model: nn.Module, x: torch.Tensor, *, microbatches: int = 2) -> Profile:
+    chain = find_chain(model, lambda: model(x), samples=len(x))
+    torch.clear_autocast_cache()
+    meter = UnitMeter(model, chain.units, torch.device("cpu"))
+    first, *repeats = [meter.measure(lambda: model(x.clone())) for _ in range(4)]
+    samples = microbatches * len(x)
+    return profile_of(chain, first, repeats, size=len(x), samples=samples, microbatches=microbatches)
 
 
 def test_units_are_in_call_order() -> None:
     """Not those inside of a module that is called twice, nor a shared one without parameters."""
-    _, profile = found()
-    expected = [f"blocks.{i}{name}" for i in range(2) for name in ("", ".linear")]
-    assert [*profile.units] == [*expected, "blocks.2", "last", "last.1"]
+    chain = chain_of(Model())
+    blocks = ["blocks.0", "blocks.0.linear", "blocks.1", "blocks.1.linear", "blocks.2"]
+    assert [*chain.units] == [*blocks, "last", "last.1"]
     unit = 8 * 8 * 4 + 8 * 4
-    assert profile.parameters.tolist() == [64, unit, 64, unit, unit + 64, 2 * unit, 0]  # with the unused one
+    # The unused layer belongs to the unit before it.
+    assert chain.parameters.tolist() == [64, unit, 64, unit, unit + 64, 2 * unit, 0]
     # Inside of a block, its argument may still be needed.
-    assert profile.moved.tolist() == [32, 64, 32, 64, 32, 32, 64]
+    assert chain.moved.tolist() == [32, 64, 32, 64, 32, 32, 64]
+
+
+def test_a_module_whose_leaves_are_apart_gives_no_name() -> None:
+    """A unit is named after the largest module whose leaves are one after another."""
+    modules = {name: nn.Linear(1, 1) for name in ("a", "a.x", "b", "a.y")}
+    tree = CallTree(modules, Counter(["a", "a.x", "b", "a.y"]))
+    assert tree.leaves() == ["a.x", "b", "a.y"]
+    assert tree.units() == ["a.x", "b", "a.y"]
 
 
 def test_seconds_of_backward() -> None:
-    """Twice as long as forward, but nothing before the first trained unit; gradients of parameters are added."""
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).requires_grad_(requires_grad=False)
+    """Twice a forward where parameters are trained, once after them, and nothing before them."""
+    layers = [nn.Linear(256, 256) for _ in range(4)]
+    model = nn.Sequential(*layers).requires_grad_(requires_grad=False)
     model[1].weight.requires_grad_()
+    profile = measured(model, torch.randn(256, 256))
+    assert profile.chain.trained.tolist() == [0, 256 * 256 * 4, 0, 0]
+    assert torch.equal(profile.backward_s / profile.forward_s, torch.tensor([0, 2, 1, 1]).double())
+    assert (profile.forward_s > 0).all()
+    # The host of a CPU computes.
+    assert profile.host_share == 1.0
 
-    def prepare(size: int) -> Callable[[], torch.Tensor]:
-        x = torch.randn(size, 256)
-        return lambda: model(x)
 
-    profile = measure_units(
-        model, find_units(model, prepare(64), samples=64), prepare, sizes=(256, 512), device=torch.device("cpu")
-    )
-    assert profile.trained.tolist() == [0, 256 * 256 * 4, 0, 0]
-    assert profile.costs["backward"].at(512)[0] == 0
-    passes = profile.costs["backward"].at(512) / profile.costs["forward"].at(512)
-    assert passes[2:].tolist() == pytest.approx([2, 2])
-    assert passes[1] > 2
+def test_seconds_of_smaller_micro_batches() -> None:
+    """If only half a micro-batch fits, a micro-batch takes twice as long, and saves per sample."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    chain = find_chain(model, lambda: model(x), samples=2)
+    meter = UnitMeter(model, chain.units, torch.device("cpu"))
+    first, *repeats = [meter.measure(lambda: model(x.clone())) for _ in range(2)]
+    whole, half = (profile_of(chain, first, repeats, size=2, samples=samples, microbatches=4) for samples in (8, 16))
+    assert torch.equal(2 * whole.forward_s, half.forward_s)
+    assert torch.equal(whole.saved, half.saved)
 
 
 def test_an_argument_that_is_changed_after_the_call() -> None:
@@ -84,8 +112,8 @@ def test_an_argument_that_is_changed_after_the_call() -> None:
             return self.last(y)
 
     model = Changed()
-    profile = find_units(model, lambda: model(torch.randn(4, 8)), samples=4)
-    assert (profile.units, profile.places) == (("first", "same", "last"), (0, 2))
+    chain = chain_of(model)
+    assert (chain.units, chain.places) == (("first", "same", "last"), (0, 2))
 
 
 def test_a_compiled_module_is_one_unit() -> None:
@@ -93,28 +121,44 @@ def test_a_compiled_module_is_one_unit() -> None:
     model = nn.Sequential(nn.Linear(8, 8), torch.compile(Residual(nn.ReLU()), backend="eager"), nn.Linear(8, 8))
     model[2].compile(backend="eager")
     with torch.compiler.set_stance("force_eager"):
-        profile = find_units(model, lambda: model(torch.randn(4, 8)), samples=4)
-    assert profile.units == ("0", "1", "2")
+        assert chain_of(model).units == ("0", "1", "2")
 
 
 def test_bytes_that_autograd_saves() -> None:
     """Each storage counts once, for the unit that saves it first; parameters do not."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
-
-    def prepare(size: int) -> Callable[[], torch.Tensor]:
-        x = torch.randn(size, 8)
-        return lambda: model(x)
-
-    profile = find_units(model, prepare(2), samples=2)
-    profile = measure_units(model, profile, prepare, sizes=(2, 4), device=torch.device("cpu"))
-    assert profile.costs["saved"].at(1).tolist() == [32, 32, 0, 32]
-    assert profile.output_bytes == 16 * 8
-    assert all((profile.costs[each].at(4) > 0).all() for each in ("forward", "backward"))
+    profile = measured(model, torch.randn(4, 8))
+    assert profile.saved.tolist() == [32, 32, 0, 32]
+    assert profile.saved_once.tolist() == [0, 0, 0, 0]
+    assert (profile.chain.output_bytes, profile.chain.loss_bytes) == (4 * 8, 16 * 8)
 
 
-def test_a_line_has_no_negative_part() -> None:
-    """Noise that makes the larger size faster, or the smaller one too fast, is no negative cost."""
-    small, large = torch.tensor([2.0, 1.0, 1.0]), torch.tensor([3.0, 0.5, 4.0])
-    fixed, per_sample = Line.through((1, 2), (small, large))
-    assert fixed.tolist() == [1.0, 0.5, 0.0]
-    assert per_sample.tolist() == [1.0, 0.0, 2.0]
+def test_bytes_that_micro_batches_share() -> None:
+    """Mixed precision casts a parameter once for all micro-batches, which save the same cast."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        profile = measured(model, torch.randn(4, 8))
+    # The first layer computes no gradient of its input, for which it would need the cast.
+    assert profile.saved_once.tolist() == [0, 8 * 8 * 2]
+    assert profile.saved.tolist() == [2 * 8, 2 * 8]
+
+
+class Listed(nn.Module):
+    """Overrides `parameters` for its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]  # as some users do
+        return [self.last.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def test_a_model_that_overrides_parameters() -> None:
+    """All parameters count, and calls inside such a module are found."""
+    profile = measured(nn.Sequential(Listed(), nn.Tanh()), torch.randn(4, 8))
+    assert profile.chain.units == ("0", "0.last", "1")
+    assert profile.chain.trained.tolist() == [288, 288, 0]
