@@ -1,4 +1,4 @@
-"""Seconds and bytes of a device, as measured: what is free, how long work takes, and the backward of a trial."""
+"""Seconds and bytes of a device, as measured: what is free, and how long work takes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from parallelize.cluster.host_memory import available_host_bytes
 from parallelize.run.containers import leaves
 from parallelize.torch_patches.module_tensors import all_parameters
 
-__all__ = ["elapsed_s", "free_bytes", "now", "run_backward", "seconds_of", "shortest"]
-
 _LIMITS = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
-"""What /proc/self/status says that this process uses -> its limit."""
+"""Field of /proc/self/status with the bytes that this process uses -> the limit of these bytes."""
 
 
 def free_bytes(device: torch.device, processes: int = 1) -> float:
@@ -29,36 +27,44 @@ def free_bytes(device: torch.device, processes: int = 1) -> float:
         processes: number of processes on this node, which share its memory.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
-        return float(free + reserved - torch.cuda.memory_allocated(device))
+        return _free_bytes_of_gpu(device)
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
         return float("inf")
-    own = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    found = [available_host_bytes() / processes]
-    for name, limit in _LIMITS.items():
-        most = resource.getrlimit(limit)[0]
-        found += [] if most == resource.RLIM_INFINITY else [most - _kibibytes(own[name])]
-    return max(0.0, min(found))
+    text_of_field = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    free = available_host_bytes() / processes
+    for name, resource_id in _LIMITS.items():
+        limit = resource.getrlimit(resource_id)[0]
+        if limit != resource.RLIM_INFINITY:
+            free = min(free, limit - _bytes_in(text_of_field[name]))
+    return max(0.0, free)
 
 
-def _kibibytes(text: str) -> float:
+def _free_bytes_of_gpu(device: torch.device) -> float:
+    """Return the bytes that are free, with those that torch has reserved and does not use."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    free = min(free, limit - reserved)
+    return float(free + reserved - torch.cuda.memory_allocated(device))
+
+
+def _bytes_in(text: str) -> float:
+    """Return the bytes of a text such as "3024 kB"."""
     return float(text.split(maxsplit=1)[0]) * 1024
 
 
 def seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
     """Return the seconds from the begin of a call to the end of its work on all devices."""
-    accelerators = [each for each in devices if each.type != "cpu"]
-    for each in accelerators:
-        torch.accelerator.synchronize(each)
-    first = [*accelerators, torch.device("cpu")][0]
-    began = now(first)
+    accelerators = [device for device in devices if device.type != "cpu"]
+    for device in accelerators:
+        torch.accelerator.synchronize(device)
+    clock = accelerators[0] if accelerators else torch.device("cpu")
+    began = now(clock)
     call()
-    for other in accelerators:
-        torch.accelerator.current_stream(first).wait_event(now(other))
-    return elapsed_s(began, now(first))
+    for device in accelerators:
+        torch.accelerator.current_stream(clock).wait_event(now(device))
+    return elapsed_s(began, now(clock))
 
 
 def now(device: torch.device) -> Any:
@@ -85,12 +91,16 @@ def shortest(call: Callable[[], object], *devices: torch.device) -> float:
 
 def run_backward(model: nn.Module, output: Any) -> None:
     """Compute and discard the gradients of a model's parameters, where this can be done."""
-    wanted = [each for each in all_parameters(model) if each.requires_grad]
-    sums = [each.sum().real for each in leaves(output) if getattr(each, "grad_fn", None) is not None]
-    if not sums or not wanted:
+    trained = [parameter for parameter in all_parameters(model) if parameter.requires_grad]
+    sums: list[torch.Tensor] = []
+    for leaf in leaves(output):
+        if getattr(leaf, "grad_fn", None) is not None:
+            sums.append(leaf.sum().real)
+    if not sums or not trained:
         return
     try:
-        torch.autograd.grad(sums, wanted, allow_unused=True)
+        torch.autograd.grad(sums, trained, allow_unused=True)
     except RuntimeError as error:
-        if "use_reentrant" not in str(error):  # torch's message: such a checkpoint stores gradients
+        # torch's message says that such a checkpoint stores gradients.
+        if "use_reentrant" not in str(error):
             raise

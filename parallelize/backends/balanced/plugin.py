@@ -1,4 +1,4 @@
-"""Plug-in of backend="balanced": pipeline parallelism over the devices of one process, balanced by measured time."""
+"""Plug-in of backend="balanced": a pipeline over the devices of one process, balanced by time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from parallelize.plugins.options import (
     number,
 )
 
-__all__ = ["BalancedBackend"]
-
-# Names, since importing FSDP takes a second.
-_UNSUPPORTED = frozenset({"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"})
-_UNSUPPORTED |= {"ScriptModule", "SyncBatchNorm"}
+_UNSUPPORTED = frozenset(
+    {
+        *("DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"),
+        *("ScriptModule", "SyncBatchNorm"),
+    }
+)
+"""Names of torch's classes, since importing FSDP takes a second."""
 
 
 def _bytes_of_devices(name: str, value: Any) -> int | tuple[int, ...]:
@@ -47,30 +49,35 @@ def _bytes_of_devices(name: str, value: Any) -> int | tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BalancedBackend(DDPOptions):
-    """Pipeline parallelism: the model is split into stages that run different micro-batches at the same time.
+    """Pipeline parallelism: the model is split into stages that run different micro-batches.
 
-    The first batch is profiled, and stages are chosen by measured time under each device's memory limit. If splitting
-    does not make the model faster, the model stays on the first device and a warning gives the reason. With several
-    nodes or `devices_per_process`, each process runs such a pipeline, and gradients are averaged over the processes
-    with the options of "ddp".
+    The first batch is profiled: each submodule is timed once, and stages are chosen by these times
+    under each device's memory limit. If splitting is not predicted to make the model at least 5 %
+    faster, the model stays on the first device, and a warning gives the reason. With several nodes
+    or `devices_per_process`, each process runs such a pipeline, and gradients are averaged over the
+    processes with the options of "ddp".
 
-    One thread issues all micro-batches, one after another, through the unmodified model, in one autograd graph.
-    Outputs with the batch dimension are concatenated; 0-dim losses that forward computes are averaged by the numbers of
-    their targets. What cannot be joined or split, and a forward that changes state, makes such batches run whole, with
-    one warning. Some batches are checked: a few samples run whole, too, and a difference is a SyncError. Batch norm
-    normalizes each micro-batch separately; its running statistics are updated for the full batch.
+    One thread issues all micro-batches, one after another, through the unmodified model, in one
+    autograd graph. Outputs with the batch dimension are concatenated; 0-dim losses that forward
+    computes are averaged by the numbers of their targets. What cannot be joined or split, and a
+    forward that changes state, makes such batches run whole, with one warning. The first batch of
+    each kind is checked: a few samples run whole, too. Batch norm normalizes each micro-batch
+    separately; its running statistics are updated for the full batch.
 
     Args:
-        devices: used instead of the GPUs of `gpus=`; may list a device twice. Stages are in this order, but the last
-            one is on the first device. Outputs are on the run's first device, which without `gpus=` is the first GPU of
-            these, and inputs are moved there. On the CPU, which may be listed several times, stages do not overlap:
-            this is for tests.
+        devices: used instead of the GPUs of `gpus=`; may list a device twice. Stages are in this
+            order, but the last one is on the first device, unless the first one there makes the
+            step shorter. Outputs are on the run's first device, which without `gpus=` is the first
+            GPU of these, and inputs are moved there. On the CPU, which may be listed several times,
+            stages do not overlap: this is for tests.
         devices_per_process: how many devices one process drives; None: all of the node.
-        microbatches: number of micro-batches per batch, even if not splitting is faster; "auto": the fastest number;
-            1: no batch is split, and batch norm normalizes all of it.
-        memory: usable bytes of each device, or one number for all; None: 90 % of the free bytes on GPUs, no CPU limit.
+        microbatches: number of micro-batches per batch, even if not splitting is faster; "auto":
+            four for each device; 1: no batch is split, and batch norm normalizes all of it.
+        memory: usable bytes of each device, or one number for all; None: 90 % of the free bytes on
+            GPUs, no CPU limit.
         batch_dim: batch dimension of the inputs.
-        optimizer_state: bytes of optimizer state per byte of a trained parameter: 2 for Adam, 0 for SGD.
+        optimizer_state: bytes of optimizer state per byte of a trained parameter: 2 for Adam, 0 for
+            SGD.
         plan: result of an earlier `parallelize.plan(model)`, used without profiling, in place of
             `microbatches` and `memory`.
     """
@@ -108,12 +115,17 @@ class BalancedBackend(DDPOptions):
         return replace(self, devices=self.devices and rename(self.devices), plan=plan)
 
     @override
-    def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
+    def engine(
+        self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any
+    ) -> Engine:
         """Return an engine that makes the plan and builds the pipeline on the first batch."""
-        _check_supported(inner)
-        named = devices if self.devices is None else tuple(map(_complete, self.devices))
+        _refuse_compiled(inner)
+        _refuse_unsupported_modules(inner)
+        named = devices
+        if self.devices is not None:
+            named = tuple(map(_complete, self.devices))
         if self.devices_per_process is not None and devices[0].type != "cpu":
-            named = tuple(each for each in named if each in devices)
+            named = tuple(device for device in named if device in devices)
         return BalancedEngine(
             inner=inner,
             devices=named,
@@ -126,29 +138,47 @@ class BalancedBackend(DDPOptions):
 def _complete(name: str) -> torch.device:
     """Return the device with this name; a missing index is 0, but CPU devices have none."""
     device = torch.device(name)
-    return device if device.type == "cpu" or ":" in name else torch.device(device.type, 0)
+    if device.type == "cpu" or ":" in name:
+        return device
+    return torch.device(device.type, 0)
 
 
-def _check_supported(inner: Inner) -> None:
-    """Check that the calls of the model's submodules can be followed.
+def _refuse_compiled(inner: Inner) -> None:
+    """Refuse a model that is compiled as a whole.
 
     Raises:
-        ConfigError: the model is compiled as a whole, or one of its modules is scripted or already parallel.
+        ConfigError: the model, or a method of it, is compiled.
     """
-    is_compiled = type(inner.model).__name__ == "OptimizedModule" or inner.model._compiled_call_impl is not None
+    is_compiled = type(inner.model).__name__ == "OptimizedModule"
+    if inner.model._compiled_call_impl is not None:
+        is_compiled = True
     for method in inner.original_methods.values():
-        # What torch.compile(model.forward) returns is a function. Any other callable runs in stages as a method does.
-        is_compiled |= not inspect.ismethod(method) and hasattr(method, "get_compiler_config")
+        # What torch.compile(model.forward) returns is a function. Any other callable runs in stages
+        # as a method does.
+        if not inspect.ismethod(method) and hasattr(method, "get_compiler_config"):
+            is_compiled = True
     if is_compiled:
         raise ConfigError(
             "the model is compiled",
-            why="calls of submodules inside a compiled graph cannot be followed, so it cannot be split into stages",
-            fix="compile its blocks instead: for block in model.blocks: block.compile(); or use backend='ddp'",
+            why="calls of submodules inside a compiled graph cannot be followed, so it cannot be "
+            "split into stages",
+            fix="compile its blocks instead: for block in model.blocks: block.compile(); or use "
+            "backend='ddp'",
         )
+
+
+def _refuse_unsupported_modules(inner: Inner) -> None:
+    """Refuse a model whose calls of submodules cannot be followed.
+
+    Raises:
+        ConfigError: one of its modules is scripted or already parallel.
+    """
     for name, module in inner.model.named_modules():
-        if any(kind.__name__ in _UNSUPPORTED and kind.__module__.startswith("torch.") for kind in type(module).__mro__):
-            raise ConfigError(
-                f"{name or 'the model'} is a {type(module).__name__}",
-                why="it has its own threads, processes or graph, which cannot be split into stages",
-                fix="use the plain module in its place, or backend='ddp'",
-            )
+        for base in type(module).__mro__:
+            if base.__name__ in _UNSUPPORTED and base.__module__.startswith("torch."):
+                raise ConfigError(
+                    f"{name or 'the model'} is a {type(module).__name__}",
+                    why="it has its own threads, processes or graph, which cannot be split into "
+                    "stages",
+                    fix="use the plain module in its place, or backend='ddp'",
+                )
