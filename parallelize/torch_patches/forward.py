@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from parallelize.torch_patches.module_tensors import all_parameters
 from parallelize.torch_patches.private import replace_attribute
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ def overlapping_route(model: nn.Module) -> Route | None:
 
 
 def _ids_of_parts(model: nn.Module) -> set[int]:
-    return {id(part) for part in (*model.modules(), *model.parameters())}
+    # Not by `model.parameters()`, which a class may override with another signature.
+    return {id(part) for part in (*model.modules(), *all_parameters(model))}
 
 
 @contextlib.contextmanager
