@@ -96,6 +96,45 @@ class Listing(Net):
         return iter([each for _, each in self.named_parameters()])
 
 
+class Grouped(Net):
+    """Overrides `parameters` by a method with another signature, which returns a list; and `named_parameters`."""
+
+    def parameters(self, groups: Any) -> Any:  # type: ignore[override]  # the case
+        return [{"params": list(nn.Module.parameters(self)), "lr": rate} for rate in groups]
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter([("a.weight", self.a.weight)])
+
+
+def grouped(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters([0.1]))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(rows(step)).square().mean().backward()
+        optimizer.step()
+
+
+class Observed(Net):
+    """Has a buffer that gets its shape in the first forward, as torch.ao's observers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        lowest = y.detach().amin(0)
+        if not self.low.numel():
+            self.low.resize_(lowest.shape).copy_(lowest)
+        self.low.copy_(torch.minimum(self.low, lowest))
+        return y
+
+
+def compiled_step(model: Any) -> None:
+    """The function that is compiled calls the model; the model itself is not compiled."""
+    train(model, torch.compile(lambda model, step: F.mse_loss(model(rows(step)), rows(step + 1)), backend="eager"))
+
+
 class Nested(Net):
     def forward(self, batch: dict[str, Any], *more: Any) -> Any:
         x = super().forward(batch["x"][0] + batch["x"][1][0])
@@ -195,6 +234,9 @@ PROGRAMS = {
     "batch norm in evaluation": Program(lambda: Net(nn.BatchNorm1d(8).eval().requires_grad_(False)).eval()),
     "a compiled submodule": Program(compiled),
     "a class that overrides parameters()": Program(Listing),
+    "a class whose parameters() has another signature": Program(Grouped, loop=grouped),
+    "a buffer that gets its shape in the first forward": Program(Observed, whole="forward changes low"),
+    "a compiled function that calls the model": Program(Net, loop=compiled_step),
     "nested containers": Program(Nested, nested),
     "a momentum encoder with a queue": Program(
         Momentum, lambda m, i: m(rows(i)).square().mean(), whole="forward changes"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,35 +130,30 @@ class BalancedEngine(Engine):
             fix="call the model once with a plain batch before, or use backend='ddp'",
         )
         model = self.inner.model
-        text = f"profiling {type(model).__name__} on its first batch, to choose the stages: the time of about a step"
-        with announced(text):
+        with announced(
+            f"profiling {type(model).__name__} on its first batch, to choose the stages: the time "
+            "of about a step"
+        ):
             plan = self._shared_plan(inputs)
         self.plan = plan
         remember(model, plan)
-        runner: Any = self.inner
-        if plan.is_split:
-            self._pipeline = self._cleanup.enter_context(self._running(plan))
-            runner = self._pipeline
-        else:
-            place(model, {}, otherwise=self.device)
-        if not self.is_alone:
-            self._replicated = ReplicatedEngine(self.options, runner, inner=self.inner)
-        made: Callable[..., Any] = runner
-        return made
-
-    @contextlib.contextmanager
-    def _running(self, plan: Plan) -> Iterator[Pipeline]:
-        """Move the model to the devices of a plan's stages; it runs there inside the context."""
-        model = self.inner.model
         unit_devices = plan.unit_devices()
         place(model, unit_devices, otherwise=self.device)
-        with Staged(model, unit_devices, self.device) as stages:
-            yield Pipeline(
+        runner: Any = self.inner
+        if plan.is_split:
+            stages = Staged(model, unit_devices, self.device)
+            self._cleanup.enter_context(stages)
+            self._pipeline = Pipeline(
                 inner=self.inner,
                 staged=stages,
                 microbatches=plan.microbatches,
                 batch_dim=self.options.batch_dim,
             )
+            runner = self._pipeline
+        if not self.is_alone:
+            self._replicated = ReplicatedEngine(self.options, runner, inner=self.inner)
+        run: Callable[..., Any] = runner
+        return run
 
     def _shared_plan(self, inputs: Any) -> Plan:
         """Return the user's plan, or rank 0's on the devices of this process.

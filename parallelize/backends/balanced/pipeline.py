@@ -106,7 +106,6 @@ class Pipeline:
         batch_dim: batch dimension of the inputs.
 
     Attributes:
-        refusal: why the latest batch has run whole.
         joins_several: whether a forward has returned several joined outputs with gradients.
     """
 
@@ -114,7 +113,6 @@ class Pipeline:
     staged: Staged
     microbatches: int
     batch_dim: int
-    refusal: WholeReason | None = None
     joins_several: bool = False
     _verdicts: dict[Any, _Verdict] = field(default_factory=dict)
     _warned_reasons: set[WholeReason] = field(default_factory=set)
@@ -131,7 +129,6 @@ class Pipeline:
     def _run(self, inputs: Any) -> Any:
         # At once: a copy for each micro-batch would wait for the last stage of the one before.
         inputs = to_device(inputs, self.staged.input_device)
-        self.refusal = None
         batch: Batch | WholeReason = Batch.whole(inputs)
         if self.microbatches > 1:
             batch = Batch.of(inputs, self.batch_dim)
@@ -199,7 +196,6 @@ class Pipeline:
             )
             output = to_device(output, self.staged.output_device)
         verdict.has_run_whole = True
-        self.refusal = reason
         if reason is not None and torch.is_grad_enabled() and reason not in self._warned_reasons:
             self._warned_reasons.add(reason)
             text = f"batches like this one are not split into micro-batches: {reason}"
