@@ -47,7 +47,7 @@ MORE = [
             pytest.mark.skipif(torch.cuda.device_count() < len(devices), reason=f"needs {len(devices)} CUDA devices"),
         ],
     )
-    for devices in (("cuda:1", "cuda:0"), ("cuda:1", "cuda:3", "cuda:2", "cuda:0"))
+    for devices in (("cuda:1", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:3", "cuda:2", "cuda:0"))
 ]
 
 

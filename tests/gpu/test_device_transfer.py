@@ -138,3 +138,85 @@ def test_tensors_that_an_operation_changes(body: Body, devices: tuple[str, str],
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert_equal_gradients(model, alone, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.state_dict(), alone.state_dict())
+
+
+class Late(nn.Module):
+    """Draws random numbers, and adds a value of the first stage to one of the second: always, or for large inputs."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        self.a, self.drop, self.b, self.c = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.least, self.calls = least, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.least == 0.0:
+            self.calls += 1
+        h = self.drop(self.a(x))
+        y = self.c(self.b(h))
+        return y + h if x.max() > self.least else y
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
+def test_a_forward_that_changes_state_runs_once(devices: tuple[str, str], microbatches: int) -> None:
+    """An operation on tensors of two stages lets no forward begin again that has changed state, or drawn numbers."""
+    model = seeded(lambda: Late(0.0))
+    alone = copy.deepcopy(model)
+    x = torch.rand(8, 8) + 1.0
+    made = plan_for(model, ((x,), {}), devices=devices, microbatches=microbatches)
+    model.calls = 0
+    with warnings.catch_warnings(), parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)):
+        warnings.filterwarnings("ignore", "batches like this one are not split")
+        for _ in range(2):
+            torch.manual_seed(3)
+            outputs = [model(x).cpu() for _ in range(2)]
+    assert model.calls == 4
+    torch.manual_seed(3)
+    if devices[0] == "cpu":
+        for output in outputs:
+            torch.testing.assert_close(output, alone(x))
+
+
+@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
+def test_a_forward_that_begins_again_draws_its_numbers_again(devices: tuple[str, str]) -> None:
+    """The first batch with an operation on tensors of two stages draws the numbers that a later one draws."""
+    model = seeded(lambda: Late(9.0))
+    x = torch.rand(8, 8)
+    made = plan_for(model, ((x,), {}), devices=devices, microbatches=2)
+    outputs = []
+    with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)):
+        model(x)
+        for _ in range(2):
+            torch.manual_seed(3)
+            outputs.append(model(x * 20.0))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("devices", [*PAIRS, pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu2)], ids="+".join)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("trains", [True, False])
+def test_outputs_are_on_the_first_device(devices: tuple[str, str], mode: Any, trains: bool) -> None:
+    """In training and evaluation, outputs and losses of forward are there, wherever the last stage is."""
+    model = seeded(Scored).train(trains)
+    alone = copy.deepcopy(model).cuda()
+    x, targets = torch.randn(8, 8, device="cuda:0"), torch.arange(8, device="cuda:0")
+    made = plan_for(model, ((x.cpu(), targets.cpu()), {}), devices=devices, microbatches=2)
+    with mode(), parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)):
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "batches like this one are not split")
+                output, loss = model(x, targets)
+            assert {output.device, loss.device} == {torch.device("cuda:0")}
+            expected, expected_loss = alone(x, targets)
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(loss, expected_loss, rtol=1e-4, atol=1e-5)
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.b(torch.tanh(self.a(x)))
+        return y, F.cross_entropy(y, targets)
