@@ -353,7 +353,8 @@ def _joined_leaf(
         return summed_loss(column, weights, count, device)
     if dim is not None:
         if _can_be_concatenated(column, dim):
-            return torch.cat([leaf.to(device) for leaf in column], dim)
+            # Micro-batches end on one device: they are joined there, and sent as one tensor.
+            return torch.cat([leaf.to(first.device) for leaf in column], dim).to(device)
     elif isinstance(first, torch.Tensor):
         # A tensor with dimensions was equal to the output of the batch when the first batch of this
         # kind was compared.

@@ -14,6 +14,7 @@ import torch
 from balanced.models import assert_equal_gradients, loss_of, plan_for, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize import ConfigError, parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
@@ -210,6 +211,33 @@ def test_outputs_are_on_the_first_device(devices: tuple[str, str], mode: Any, tr
             expected, expected_loss = alone(x, targets)
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(loss, expected_loss, rtol=1e-4, atol=1e-5)
+
+
+class _CountingCopies(TorchDispatchMode):
+    """Counts copies to another device or dtype of tensors with 5 columns, of which only the head's output has any."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.shape[-1:] == (5,):
+            self.copies += 1
+        return result
+
+
+@pytest.mark.parametrize(
+    "devices", [("cuda:0", "cpu"), pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu2)], ids="+".join
+)
+def test_joined_outputs_are_copied_once(devices: tuple[str, str]) -> None:
+    """Outputs of a last stage on another device are joined there, and sent as one tensor."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))
+    x = torch.randn(8, 8)
+    made = plan_for(model, ((x,), {}), devices=devices, microbatches=4)
+    with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)):
+        model(x)
+        with _CountingCopies() as counting:
+            assert model(x).device == torch.device("cuda:0")
+    assert counting.copies == 1
 
 
 class Scored(nn.Module):
