@@ -38,7 +38,7 @@ import logging
 import math
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -128,23 +128,26 @@ class Planner:
         specs = device_specs(self.devices, memory=self.options.memory, model=model)
         placed = initial_devices(model, specs, self.options, output_device=self.output_device)
         place(model, placed, otherwise=self.output_device)
-        trial = _Trial(self.inner, placed, self.output_device, state)
-        batch = self._divided(inputs)
-        profile: Profile | WholeReason | _FailedTrial
-        if isinstance(batch, Batch):
-            profile = trial.profile(batch, self._microbatches(batch))
-        else:
-            profile = batch
+        trial = _Trial(
+            inner=self.inner, placed=placed, output_device=self.output_device, state=state
+        )
+        profile = self._profile_of_parts(trial, inputs)
         why = ""
-        if not isinstance(profile, Profile):
-            why = f"the first batch runs whole: {_first_line(profile)}"
-            profile = trial.profile_whole(inputs)
+        if isinstance(profile, str):
+            why = f"the first batch runs whole: {profile}"
+            profile = trial.profile(Batch.whole(inputs), 1)
+            # One sample has no parts, on which forward could fail.
+            assert isinstance(profile, Profile)
         return self._choose(profile, specs, why)
 
-    def _divided(self, inputs: Inputs) -> Batch | WholeReason:
+    def _profile_of_parts(self, trial: _Trial, inputs: Inputs) -> Profile | str:
+        """Return the costs of micro-batches, or why the batch runs whole."""
         if self.options.microbatches == 1:
-            return Batch.whole(inputs)
-        return Batch.of(inputs, self.options.batch_dim)
+            return trial.profile(Batch.whole(inputs), 1)
+        batch = Batch.of(inputs, self.options.batch_dim)
+        if isinstance(batch, WholeReason):
+            return _first_line(batch)
+        return trial.profile(batch, self._microbatches(batch))
 
     def _microbatches(self, batch: Batch) -> int:
         """Return the number of micro-batches: the user's, or four times the number of stages."""
@@ -199,24 +202,7 @@ class Planner:
         )
 
 
-@dataclass(frozen=True)
-class _FailedTrial:
-    """A forward has failed on a part of the batch, whose full batch may well run.
-
-    Args:
-        size: number of samples of the part.
-        samples: number of samples of the batch.
-        error: what it has raised, as text.
-    """
-
-    size: int
-    samples: int
-    error: str
-
-    def __str__(self) -> str:
-        return f"in a trial with {self.size} of {self.samples} samples: {self.error}"
-
-
+@dataclass(frozen=True, kw_only=True)
 class _Trial:
     """Forwards of a model before it is split.
 
@@ -224,34 +210,23 @@ class _Trial:
         inner: holds the model.
         placed: name of a submodule -> its device; {}: all are on the output device.
         output_device: device of the inputs and of the outputs.
-        state: of the model, which each trial begins with.
+        state: of the model, with which each trial begins.
     """
 
-    def __init__(
-        self,
-        inner: Inner,
-        placed: Mapping[str, torch.device],
-        output_device: torch.device,
-        state: ModelState,
-    ) -> None:
-        self._inner = inner
-        self._placed = placed
-        self._output_device = output_device
-        self._state = state
+    inner: Inner
+    placed: Mapping[str, torch.device]
+    output_device: torch.device
+    state: ModelState
 
-    def profile_whole(self, inputs: Inputs) -> Profile:
-        """Return the costs of a batch that is not divided."""
-        profile = self.profile(Batch.whole(inputs), 1)
-        assert isinstance(profile, Profile)
-        return profile
-
-    def profile(self, batch: Batch, microbatches: int) -> Profile | _FailedTrial:
+    def profile(self, batch: Batch, microbatches: int) -> Profile | str:
         """Return the costs of micro-batches, or of smaller ones if these do not fit.
+
+        If forward fails on a part of the batch, the error is returned as text.
 
         Raises:
             ConfigError: the smallest micro-batch does not fit.
         """
-        least = _least_samples(self._inner.model, batch)
+        least = _least_samples(self.inner.model, batch)
         size = max(least, round(batch.size / microbatches))
         while True:
             try:
@@ -265,53 +240,55 @@ class _Trial:
                         "devices",
                     ) from error
             except Exception as error:
-                # With all samples, the user's own call would raise this, too.
+                # Without the library, forward would fail on all samples, too.
                 if size == batch.size:
                     raise
-                return _FailedTrial(size, batch.size, _first_line(error))
+                text = _first_line(error)
+                return f"in a trial with {size} of {batch.size} samples: {text}"
             size = max(least, size // 2)
 
     def _measured(self, batch: Batch, microbatches: int, size: int) -> Profile:
         """Run some forwards of a micro-batch, and return what they cost."""
-        model = self._inner.model
-        with Staged(model, self._placed, self._output_device) as stages:
-            self._state.restore()
-            with self._state.watching():
+        model = self.inner.model
+        with Staged(model, self.placed, self.output_device) as stages:
+            self.state.restore()
+            with self.state.watching():
                 chain = find_chain(model, lambda: self._forward(stages, batch, size), samples=size)
             # A model that calls no submodules has no units, which take no time.
-            first, *repeats = [Measurement(), Measurement()]
+            measurements = [Measurement()] * (1 + _REPEATS)
             if chain.units:
-                meter = UnitMeter(model, chain.units, self._output_device)
-                first, *repeats = self._measure(meter, stages, batch.trial(size).inputs)
+                meter = UnitMeter(model, chain.units, self.output_device)
+                measurements = self._measure(meter, stages, batch.trial(size).inputs)
         return profile_of(
-            chain, first, repeats, size=size, samples=batch.size, microbatches=microbatches
+            chain, measurements, size=size, samples=batch.size, microbatches=microbatches
         )
 
     def _forward(self, stages: Staged, batch: Batch, size: int) -> Any:
         with stages.batch(is_counted=False):
-            return stages.run(self._inner, batch.trial(size).inputs)
+            return stages.run(self.inner, batch.trial(size).inputs)
 
     def _measure(self, meter: UnitMeter, stages: Staged, inputs: Inputs) -> list[Measurement]:
         """Run micro-batches of one batch, the first of which warms up.
 
         To the session they are one forward: mixed precision casts parameters once for all of them.
         """
-        self._state.restore()
+        self.state.restore()
         # What is cast once for all micro-batches is to be cast again in the first one.
         torch.clear_autocast_cache()
-        call = self._inner.bind_method(self._inner.method, self._inner.model)
-        measurements: list[Measurement] = []
+        call = self.inner.bind_method(self.inner.method, self.inner.model)
 
-        def run(_model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def run(_model: nn.Module, *args: Any, **kwargs: Any) -> list[Measurement]:
+            forwards: list[Callable[[], Any]] = []
             for _ in range(1 + _REPEATS):
                 # A forward may change its inputs in place.
                 copies = Batch.whole((args, kwargs)).trial(1).inputs
-                forward = functools.partial(stages.run, call, copies)
-                measurements.append(meter.measure(forward))
+                forwards.append(functools.partial(stages.run, call, copies))
+            return meter.measure(forwards)
 
         args, kwargs = inputs
+        method = types.MethodType(run, self.inner.model)
         with stages.batch(is_counted=False):
-            self._inner.session.forward(types.MethodType(run, self._inner.model), *args, **kwargs)
+            measurements: list[Measurement] = self.inner.session.forward(method, *args, **kwargs)
         return measurements
 
 

@@ -27,16 +27,16 @@ import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from parallelize.backends.balanced.transfer import owners, tensors_in
 from parallelize.backends.measuring import elapsed_s, free_bytes, now, shortest
+from parallelize.backends.saved_tensors import StorageKey, watch_saved
 from parallelize.errors import ConfigError
 from parallelize.torch_patches.module_tensors import all_parameters
 
@@ -47,8 +47,6 @@ _NO_LIMIT = 2.0**60
 _BYTES_PER_OUTPUT = 16
 """Of a loss that the user computes: cross_entropy saves as many fp32 values as the outputs have,
 which have a gradient, and so has what is saved. The joined outputs are the fourth."""
-_BYTES_PER_OUTPUT_WITH_LOSS = 4
-"""The loss is among the outputs: nothing is computed from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +218,9 @@ def find_chain(model: nn.Module, forward: Callable[[], object], *, samples: int)
         names = (*tree.callers_of(unit), unit)
         moved.append(sum(recorder.argument_bytes[name] for name in names) / samples)
     parameters, trained = parameter_bytes(model, units)
+    # If the loss is among the outputs, nothing is computed from the others.
     has_loss = any(output.dim() == 0 for output in outputs)
-    bytes_per_output = _BYTES_PER_OUTPUT_WITH_LOSS if has_loss else _BYTES_PER_OUTPUT
+    bytes_per_output = 4 if has_loss else _BYTES_PER_OUTPUT
     return Chain(
         units=tuple(units),
         places=tuple(places),
@@ -304,26 +303,24 @@ class UnitMeter:
 
     def __init__(self, model: nn.Module, units: Sequence[str], device: torch.device) -> None:
         self._model = model
-        self._units = units
+        self._units = {unit: model.get_submodule(unit) for unit in units}
         self._device = device
         self._measurement = Measurement()
         self._laps: list[_Lap] = []
-        # What is saved counts once, and parameters never: they are held anyway.
-        self._counted: set[StorageWeakRef] = set()
-        for parameter in all_parameters(model):
-            if parameter.layout is torch.strided:
-                self._counted.add(_reference(parameter))
 
-    def measure(self, forward: Callable[[], object]) -> Measurement:
-        """Run a forward, and return what it has taken."""
+    def measure(self, forwards: Iterable[Callable[[], object]]) -> list[Measurement]:
+        """Run forwards of micro-batches of one batch, and return what each of them has taken."""
+        # Parameters are held anyway.
+        saving = watch_saved(self._save, uncounted=all_parameters(self._model), keeps=True)
+        with _before_calls(self._units, self._enter), saving:
+            return [self._measure_one(forward) for forward in forwards]
+
+    def _measure_one(self, forward: Callable[[], object]) -> Measurement:
         self._measurement = measurement = Measurement()
         # The first unit begins before it is called: what comes before its call belongs to it.
-        self._laps = [_Lap(self._units[0], self._device, now(self._device))]
-        modules = {unit: self._model.get_submodule(unit) for unit in self._units}
-        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._laps = [_Lap(next(iter(self._units)), self._device, now(self._device))]
         began = time.perf_counter()
-        with _before_calls(modules, self._enter), saving:
-            forward()
+        forward()
         measurement.host_s = time.perf_counter() - began
         self._laps[-1].ended = now(self._laps[-1].device)
         for lap in self._laps:
@@ -338,30 +335,13 @@ class UnitMeter:
         device = arguments[0].device if arguments else running.device
         self._laps.append(_Lap(unit, device, now(device)))
 
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count what autograd saves, and return what it is to keep."""
-        if tensor.layout is torch.strided:
-            reference = _reference(tensor)
-            if reference not in self._counted:
-                self._counted.add(reference)
-                self._measurement.saved[self._laps[-1].unit] += tensor.untyped_storage().nbytes()
-        # With its graph, an output that is saved would be in a cycle, and stay.
-        return tensor.detach()
-
-
-_storage_reference: Any = StorageWeakRef
-
-
-def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return what is equal for one storage, also after it is freed and its address used again."""
-    reference: StorageWeakRef = _storage_reference(tensor.untyped_storage())
-    return reference
+    def _save(self, _key: StorageKey, size: int) -> None:
+        self._measurement.saved[self._laps[-1].unit] += size
 
 
 def profile_of(
     chain: Chain,
-    first: Measurement,
-    repeats: Sequence[Measurement],
+    measurements: Sequence[Measurement],
     *,
     size: int,
     samples: int,
@@ -371,25 +351,25 @@ def profile_of(
 
     Args:
         chain: the units.
-        first: of the forward that has warmed up.
-        repeats: of forwards of other micro-batches of the same batch.
-        size: number of samples of these micro-batches.
+        measurements: of forwards, the first of which has warmed up.
+        size: number of samples of each forward.
         samples: number of samples of the batch.
-        microbatches: number of micro-batches of the batch, which may be larger than the measured
-            ones: where these did not fit, smaller ones are measured.
+        microbatches: number of micro-batches of the batch. Where these do not fit, smaller ones are
+            measured.
     """
-    scale = samples / microbatches / size
+    first, *repeats = measurements
     seconds: list[float] = []
     saved: list[float] = []
     saved_once: list[float] = []
     for unit in chain.units:
         seconds.append(statistics.median(repeat.seconds[unit] for repeat in repeats))
-        saved.append(repeats[-1].saved[unit] / size)
-        saved_once.append(max(0, first.saved[unit] - repeats[-1].saved[unit]))
-    forward_s = _vector(seconds) * scale
+        saved_again = repeats[-1].saved[unit]
+        saved.append(saved_again / size)
+        saved_once.append(max(0, first.saved[unit] - saved_again))
+    host_s = statistics.median(repeat.host_s for repeat in repeats)
+    forward_s = _vector(seconds) * (samples / microbatches / size)
     is_trained = chain.trained > 0
     has_gradient = is_trained.cumsum(0) > 0
-    host_s = statistics.median(repeat.host_s for repeat in repeats)
     return Profile(
         chain=chain,
         samples=samples,

@@ -169,7 +169,9 @@ def test_no_stage_begins_where_arguments_are_changed() -> None:
 
 def test_memory_of_a_stage() -> None:
     """Parameters, gradients and optimizer state; with activations and what is moved, or a step."""
-    costs = profile([1.0] * 2, parameters=1.0 * MIB, saved=10.0 * MIB, moved=1.0 * MIB, samples=7, output_bytes=MIB, loss_bytes=MIB)
+    costs = profile(
+        [1.0] * 2, parameters=1.0 * MIB, saved=10.0 * MIB, moved=1.0 * MIB, samples=7, output_bytes=MIB, loss_bytes=MIB
+    )
     # The first stage gets the inputs, the last one has the outputs.
     assert best(costs, devices(2)).memory_bytes == ((4 + 70 + 7) * MIB, (4 + 70 + 7 + 7) * MIB)
     costs.saved_once[0] += 5.0 * MIB

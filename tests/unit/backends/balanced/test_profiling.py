@@ -49,9 +49,9 @@ def measured(model: nn.Module, x: torch.Tensor, *, microbatches: int = 2) -> Pro
     chain = find_chain(model, lambda: model(x), samples=len(x))
     torch.clear_autocast_cache()
     meter = UnitMeter(model, chain.units, torch.device("cpu"))
-    first, *repeats = [meter.measure(lambda: model(x.clone())) for _ in range(4)]
+    measurements = meter.measure([lambda: model(x.clone())] * 4)
     samples = microbatches * len(x)
-    return profile_of(chain, first, repeats, size=len(x), samples=samples, microbatches=microbatches)
+    return profile_of(chain, measurements, size=len(x), samples=samples, microbatches=microbatches)
 
 
 def test_units_are_in_call_order() -> None:
@@ -92,8 +92,8 @@ def test_seconds_of_smaller_micro_batches() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
     chain = find_chain(model, lambda: model(x), samples=2)
     meter = UnitMeter(model, chain.units, torch.device("cpu"))
-    first, *repeats = [meter.measure(lambda: model(x.clone())) for _ in range(2)]
-    whole, half = (profile_of(chain, first, repeats, size=2, samples=samples, microbatches=4) for samples in (8, 16))
+    measurements = meter.measure([lambda: model(x.clone())] * 2)
+    whole, half = (profile_of(chain, measurements, size=2, samples=samples, microbatches=4) for samples in (8, 16))
     assert torch.equal(2 * whole.forward_s, half.forward_s)
     assert torch.equal(whole.saved, half.saved)
 
