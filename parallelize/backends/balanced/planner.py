@@ -59,6 +59,7 @@ from parallelize.backends.balanced.profiling import (
     find_chain,
     parameter_bytes,
     profile_of,
+    seconds_of_adding_a_byte,
 )
 from parallelize.backends.balanced.transfer import place
 from parallelize.backends.batches import Batch, Inputs, WholeReason
@@ -260,7 +261,12 @@ class _Trial:
                 meter = UnitMeter(model, chain.units, self.output_device)
                 measurements = self._measure(meter, stages, batch.trial(size).inputs)
         return profile_of(
-            chain, measurements, size=size, samples=batch.size, microbatches=microbatches
+            chain,
+            measurements,
+            size=size,
+            samples=batch.size,
+            microbatches=microbatches,
+            adding_s=seconds_of_adding_a_byte(self.output_device),
         )
 
     def _forward(self, stages: Staged, batch: Batch, size: int) -> Any:

@@ -8,6 +8,8 @@ A few forwards of one micro-batch are measured. A unit lasts until the next unit
 On an accelerator, the clock is an event on its stream, so that the host does not wait between
 units. A backward is not timed. It computes gradients of a unit's inputs and of its parameters, and
 each of the two takes about as long as its forward. Units before the first trained one have none.
+Then the gradients of parameters are added to those of the micro-batches before, which takes as long
+as any addition of so many bytes: with small micro-batches, that is much of a step.
 
 Glossary:
 
@@ -346,6 +348,7 @@ def profile_of(
     size: int,
     samples: int,
     microbatches: int,
+    adding_s: float,
 ) -> Profile:
     """Return the costs of a chain.
 
@@ -356,6 +359,7 @@ def profile_of(
         samples: number of samples of the batch.
         microbatches: number of micro-batches of the batch. Where these do not fit, smaller ones are
             measured.
+        adding_s: seconds to add a byte to another one.
     """
     first, *repeats = measurements
     seconds: list[float] = []
@@ -370,17 +374,24 @@ def profile_of(
     forward_s = _vector(seconds) * (samples / microbatches / size)
     is_trained = chain.trained > 0
     has_gradient = is_trained.cumsum(0) > 0
+    # As many passes as it computes gradients: of parameters, and of inputs.
+    passes = is_trained.double() + has_gradient.double()
     return Profile(
         chain=chain,
         samples=samples,
         microbatches=microbatches,
         forward_s=forward_s,
-        # As many passes as it computes gradients: of parameters, and of inputs.
-        backward_s=forward_s * (is_trained.double() + has_gradient.double()),
+        backward_s=forward_s * passes + chain.trained * adding_s,
         saved=_vector(saved),
         saved_once=_vector(saved_once),
         host_share=min(1.0, host_s / max(sum(seconds), 1e-12)),
     )
+
+
+def seconds_of_adding_a_byte(device: torch.device) -> float:
+    """Return the seconds to add a byte of a large tensor to one of another tensor."""
+    block = torch.ones(2**20, device=device)
+    return shortest(lambda: block.add_(block), device) / block.nbytes
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -128,7 +128,7 @@ def test_the_last_stage_or_the_first_one_is_on_the_first_device() -> None:
 
     assert order(2, 1, 4) == ["1", "4", "2"]
     assert order(1, 4, 2) == ["1", "4", "2"]
-    with pytest.raises(ConfigError, match="needs at least 12.0 MiB"):
+    with pytest.raises(ConfigError, match=r"needs at least 12\.0 MiB"):
         order(4, 2, 1)
 
 
