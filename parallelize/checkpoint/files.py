@@ -67,12 +67,14 @@ class Checkpoint:
         digest: equal for equal files; "" for a file without checksums.
         fill: returns a part of the states with tensors in place of meta tensors. The second
             argument: id of a meta tensor -> the DTensor whose shard of this rank takes its place.
+        is_mapped: whether what `fill` returns is in a memory-mapped file, and not in memory.
     """
 
     states: dict[str, Any]
     record: dict[str, Any]
     digest: str = ""
     fill: Callable[[Any, Mapping[int, Any]], Any] = _without_shards
+    is_mapped: bool = True
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@
     3  prepare    copy the states into memory; read this rank's shards
     4  change     the objects, then this rank's datasets and generators of random numbers
 
+What takes the place of a tensor is copied in step 4, so that the old one and the new one of all of
+them are never in memory at once: weights, and the moments of an optimizer that has stepped.
+
 Nothing is changed before step 4. Models in a block, and objects with shards, are loaded by all
 ranks together: each of the steps 1 and 3 ends with an exchange, so that all ranks change their
 objects, or none.
@@ -181,9 +184,11 @@ def _prepared(
     values = _plain_values(checkpoint, has_objects=bool(objects))
     for handler in handlers:
         _fill(path, handler, checkpoint)
-    values = map_leaves(clone_tensor, checkpoint.fill(values, {}), once=True)
+    values = checkpoint.fill(values, {})
+    if checkpoint.is_mapped:
+        values = map_leaves(clone_tensor, values, once=True)
     for handler in handlers:
-        handler.prepare()
+        handler.prepare(is_mapped=checkpoint.is_mapped)
     # An object's own code may raise when it loads a state. It comes first, when models and
     # optimizers are not changed yet.
     with_own_code = [handler for handler in handlers if handler.kind == ObjectKind.OBJECT]

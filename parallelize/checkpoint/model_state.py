@@ -126,7 +126,7 @@ class ModelHandler(ObjectHandler):
         return target_by_id
 
     @override
-    def prepare(self) -> None:
+    def prepare(self, *, is_mapped: bool) -> None:
         """Take this rank's parts for a model that is tensor parallel already.
 
         Nothing else is copied: `load_state_dict` copies the values into the parameters.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,21 @@ _NAME = "name of parameter"
 """Keys of the record, with a number behind."""
 
 
+@dataclass(frozen=True)
+class _Replacement:
+    """A tensor of the state, such as a moment, that takes the place of one of the optimizer.
+
+    Args:
+        key: number or name of the parameter in the state.
+        parameter: the parameter.
+        name: of the tensor in the entry of the parameter.
+    """
+
+    key: Any
+    parameter: torch.Tensor
+    name: str
+
+
 class OptimizerHandler(ObjectHandler):
     """Handles an optimizer.
 
@@ -51,6 +67,7 @@ class OptimizerHandler(ObjectHandler):
     def __init__(self, obj: Any, name: str, parameter_names: ParameterNames) -> None:
         super().__init__(obj, name)
         self._parameter_names = parameter_names
+        self._replacements: list[_Replacement] = []
 
     def state_by_names(self) -> Any:
         """Return the current state with the names of parameters as the keys of entries."""
@@ -92,13 +109,19 @@ class OptimizerHandler(ObjectHandler):
         if not is_optimizer_state(self.state):
             return ["it is not the state of an optimizer"]
         differences = self._put_in_order() or self._unlike_facts()
-        has_state_of_torch = type(self.obj).__setstate__.__module__.startswith("torch.optim")
-        if differences or not has_state_of_torch or not self._loads_as_torch():
+        if differences or not self._has_state_of_torch() or not self._loads_as_torch():
             return differences
         return self._unlike_groups() or self._unlike_tensors() or self._errors_of_trial()
 
+    def _has_state_of_torch(self) -> bool:
+        return bool(type(self.obj).__setstate__.__module__.startswith("torch.optim"))
+
     def _loads_as_torch(self) -> bool:
         return type(self.obj).load_state_dict is torch.optim.Optimizer.load_state_dict
+
+    def _has_load_hooks(self) -> bool:
+        """Whether hooks of the user's may turn the state into another one."""
+        return any("load_state_dict" in name and hooks for name, hooks in vars(self.obj).items())
 
     def _put_in_order(self) -> list[str]:
         """Give the state the order of the optimizer, by names; return why it cannot have it.
@@ -219,10 +242,9 @@ class OptimizerHandler(ObjectHandler):
 
     def _errors_of_trial(self) -> list[str]:
         """Load the state without its values into a copy without values; return what it raises."""
-        # Hooks of the user's may turn the state into another one, and must not be called twice.
-        for name, value in vars(self.obj).items():
-            if "load_state_dict" in name and value:
-                return []
+        # Hooks must not be called twice.
+        if self._has_load_hooks():
+            return []
         trial: Any = object.__new__(type(self.obj))
         vars(trial).update(vars(self.obj))
         trial.state = defaultdict(dict)
@@ -247,12 +269,71 @@ class OptimizerHandler(ObjectHandler):
         return target_by_id
 
     @override
+    def prepare(self, *, is_mapped: bool) -> None:
+        if is_mapped:
+            self._replacements = self._found_replacements()
+        super().prepare(is_mapped=is_mapped)
+
+    def _found_replacements(self) -> list[_Replacement]:
+        """Return the tensors of the state that are as large as the optimizer's, and where they are.
+
+        An optimizer that loads its state in another way than torch may need all of it at once.
+        """
+        if not self._loads_as_torch() or not self._has_state_of_torch() or self._has_load_hooks():
+            return []
+        ids_of_shards = self.shard_targets()
+        replacements = []
+        for key, parameter in self._parameter_by_key(self.state).items():
+            own_entry = self.obj.state.get(parameter, {})
+            for name, value in self.state["state"].get(key, {}).items():
+                is_shard = id(value) in ids_of_shards
+                if not is_shard and _are_alike(value, own_entry.get(name), parameter):
+                    replacements.append(_Replacement(key, parameter, name))
+        return replacements
+
+    @override
+    def _ids_copied_in_set(self) -> set[int]:
+        entries = self.state["state"]
+        return {id(entries[moment.key][moment.name]) for moment in self._replacements}
+
+    @override
     def set(self) -> None:
+        self._replace_one_by_one()
         super().set()
         if self.state["state"]:
             # The optimizer stepped before the save. Without this mark, which `step` sets,
             # schedulers warn that they step before the optimizer.
             self.obj._opt_called = True
+
+    def _replace_one_by_one(self) -> None:
+        """Copy tensors from the file, and drop each tensor of the optimizer for which one comes.
+
+        `load_state_dict` of torch keeps the old tensors until it has all new ones. It takes those
+        that the optimizer has by then as they are.
+        """
+        for parameter in {moment.parameter for moment in self._replacements}:
+            # A state_dict() that the user keeps has the same entry, and is to stay as it is.
+            self.obj.state[parameter] = dict(self.obj.state[parameter])
+        for moment in self._replacements:
+            entry = self.state["state"][moment.key]
+            own_entry = self.obj.state[moment.parameter]
+            entry[moment.name] = entry[moment.name].to(moment.parameter.device, copy=True)
+            own_entry[moment.name] = entry[moment.name]
+
+
+def _are_alike(value: Any, own_value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a value may be copied to take the place of an optimizer's, before the load.
+
+    Args:
+        value: in the state.
+        own_value: in the optimizer, under the same name.
+        parameter: whose entries they are in. Numbers, which may stay on the CPU, are not like it.
+    """
+    if type(value) is not torch.Tensor or type(own_value) is not torch.Tensor:
+        return False
+    if value.shape != own_value.shape or value.shape != parameter.shape or not value.shape:
+        return False
+    return value.dtype == own_value.dtype and own_value.device == parameter.device
 
 
 def _unique(names: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ from parallelize.checkpoint.shard_index import (
     read_index,
     require_plain_name,
 )
+from parallelize.checkpoint.state_handler import clone_tensor
 from parallelize.errors import ConfigError
 from parallelize.run.containers import map_leaves
 
@@ -57,7 +58,7 @@ def read_folder(path: Path, readers: files.Readers) -> files.Checkpoint:
     def fill(part: Any, target_by_id: Mapping[int, Any]) -> Any:
         return shards.fill(part, keys, target_by_id)
 
-    return dataclasses.replace(checkpoint, fill=fill)
+    return dataclasses.replace(checkpoint, fill=fill, is_mapped=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _Shards:
         return states
 
     def fill(self, part: Any, keys: Mapping[int, str], target_by_id: Mapping[int, Any]) -> Any:
-        """Return a part of the states with stored tensors in place of the meta tensors.
+        """Return a part of the states, in memory, with stored tensors for the meta tensors.
 
         Args:
             part: of the states.
@@ -126,7 +127,8 @@ class _Shards:
         def fill_leaf(leaf: Any) -> Any:
             key = keys.get(id(leaf))
             if key is None:
-                return leaf
+                # A tensor in a tuple is in the main file, which is memory-mapped.
+                return clone_tensor(leaf)
             if key not in tensor_by_key:
                 like = leaf
                 if id(leaf) in target_by_id:

@@ -3,7 +3,7 @@
     save    describe() and current_state()
     load    take(...)                   keeps what the checkpoint has, and returns the faults
             replace_state(...)          in a folder: with values in place of meta tensors
-            prepare()                   copies the tensors, which may fail for lack of memory
+            prepare(...)                copies the tensors, which may fail for lack of memory
             set()                       changes the object; nothing above does
 
 All objects of a call are taken, filled and prepared before the first one is set.
@@ -138,20 +138,29 @@ class StateHandler:
         """Return the DTensor that each value of the state is loaded into, by the value's id."""
         return {}
 
-    def prepare(self) -> None:
-        """Copy all tensors of the state.
+    def prepare(self, *, is_mapped: bool) -> None:
+        """Copy all tensors of the state, and take this rank's shards of them.
 
-        A tensor of a memory-mapped file would keep the file open, and be read in training.
+        Args:
+            is_mapped: whether they are in a memory-mapped file. Such a tensor would keep the file
+                open, and be read in training. Others are of this state alone.
         """
         target_by_id = self.shard_targets()
+        late_ids = self._ids_copied_in_set()
 
-        def copied(leaf: Any) -> Any:
+        def prepared(leaf: Any) -> Any:
             target = target_by_id.get(id(leaf))
-            if target is None:
+            if target is not None:
+                return shard_for(target, leaf)
+            if is_mapped and id(leaf) not in late_ids:
                 return clone_tensor(leaf)
-            return shard_for(target, leaf)
+            return leaf
 
-        self.state = map_leaves(copied, self.state, once=True)
+        self.state = map_leaves(prepared, self.state, once=True)
+
+    def _ids_copied_in_set(self) -> set[int]:
+        """Return the ids of the values of the state that `set` copies."""
+        return set()
 
     def set(self) -> None:
         """Set the state of the object, after `prepare`."""
