@@ -11,6 +11,11 @@
 
 `.grad` is unscaled outside of backward, so that clipping, logging and accumulation work as without
 a scale. To scale gradients of earlier passes again is exact, because the scale is a power of two.
+It costs two reads and writes of all gradients for each pass that accumulates. To leave them scaled
+until somebody reads them would be wrong without a word: the program may hold a gradient, or the
+flat buffer of which it is a view, from before the pass, and code in C++ reads gradients without
+Python. To set them aside during the pass would need memory for all gradients twice.
+
 Averaged gradients, and with them the flags, are equal on all ranks; flags of shards are
 all-reduced.
 

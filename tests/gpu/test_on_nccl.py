@@ -280,31 +280,6 @@ def test_the_memory_of_background_saves_is_given_back(tmp_path: Path) -> None:
     assert pinned.all_ranks() == [0, 0]
 
 
-@known("gradients are unscaled at the end of each backward, and scaled for the next")
-def test_gradients_stay_scaled_between_micro_batches() -> None:
-    """In fp16, where nobody reads them: a second micro-batch launches as many kernels as the first."""
-
-    @distributed(gpus=2)
-    def kernels() -> list[int]:
-        from fake_cuda.counters import launches
-
-        names = ("aten::mul", "aten::_foreach_mul_")
-        model, counts = nn.Linear(8, 8), []
-        with parallel_model(model, amp="fp16"):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for _ in range(4):
-                optimizer.zero_grad()
-                for _ in range(3):
-                    before = sum(map(launches, names))
-                    model(torch.ones(2, 8, device=device()) * rank()).sum().backward()
-                    counts.append(sum(map(launches, names)) - before)
-                optimizer.step()
-        return counts[-3:]
-
-    first, second, third = kernels()
-    assert first >= second == third
-
-
 def test_a_forward_on_another_stream() -> None:
     """Its gradients are averaged on the stream of backward: their memory is reused after both."""
 
