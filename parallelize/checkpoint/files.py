@@ -24,7 +24,7 @@ import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ _MAX_READS = 100
 
 _BYTES_AT_ONCE = 1024 * 1024
 _MAX_THREADS = 4
-"""How many threads of a rank verify entries: zlib computes checksums without Python's lock."""
+"""How many threads of a rank verify files: zlib computes checksums without Python's lock."""
 
 
 def _without_shards(part: Any, _targets: Mapping[int, Any]) -> Any:
@@ -286,8 +286,16 @@ def _unreplaced(path: Path) -> Iterator[IO[bytes]]:
 def _verify(archive: zipfile.ZipFile, entries: list[zipfile.ZipInfo]) -> None:
     """Raise BadZipFile if an entry does not match its checksum."""
     names = [entry.filename for entry in entries]
+    call_in_threads(functools.partial(_verify_entry, archive), names)
+
+
+def call_in_threads(verify: Callable[[Any], None], parts: Iterable[Any]) -> None:
+    """Call a function for each part of a file, in a few threads; raise the error of the first part.
+
+    After an error, parts that no thread has begun are left out.
+    """
     with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="parallelize-verify") as executor:
-        for _ in executor.map(functools.partial(_verify_entry, archive), names):
+        for _ in executor.map(verify, parts):
             pass
 
 

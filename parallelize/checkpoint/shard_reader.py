@@ -147,12 +147,16 @@ class _Shards:
         """Copy what is stored into tensors, which may be this rank's shards of DTensors."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(tensor_by_key, self.index)
-        for overlap in planner.create_local_plan().items:
+
+        def read_overlap(overlap: Any) -> None:
             values = self._read_item(self.index.storage_data[overlap.storage_index])
             starts = overlap.storage_offsets
             for dim, (start, length) in enumerate(zip(starts, overlap.lengths, strict=True)):
                 values = values.narrow(dim, start, length)
             planner.resolve_tensor(overlap).detach().copy_(values)
+
+        # Overlaps have no number in common, so that threads may copy them at the same time.
+        files.call_in_threads(read_overlap, planner.create_local_plan().items)
 
     def _read_item(self, item: Any) -> Any:
         """Return a stored chunk or value after verifying its checksum.

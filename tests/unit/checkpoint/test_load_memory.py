@@ -1,8 +1,9 @@
-"""How much memory `load` needs beside the objects, and what it leaves of a state that the program keeps."""
+"""How much memory and how many threads `load` takes, and what it leaves of a state that the program keeps."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize import load, save
+from parallelize.checkpoint import files
 
 WIDTH, LAYERS = 32, 12
 LAYER = 4 * WIDTH * WIDTH
@@ -43,7 +45,11 @@ class CopiedBytes(TorchDispatchMode):
         self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def _live(self) -> int:
-        return sum(size for storage, size in self._storages.values() if not storage.expired())
+        live = 0
+        for storage, size in self._storages.values():
+            if not storage.expired():
+                live += size
+        return live
 
 
 def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -62,6 +68,10 @@ def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for entry in optimizer.state.values() for value in entry.values() if value.ndim]
 
 
+def values_of(*objects: Any) -> str:
+    return checksum_of([each.state_dict() for each in objects])
+
+
 @pytest.mark.parametrize(("steps", "more_layers"), [(1, 1), (0, 2 * LAYERS)])
 def test_moments_are_in_memory_once(tmp_path: Path, steps: int, more_layers: int) -> None:
     """Those that an optimizer has give way to the loaded ones one by one, where torch holds all of both."""
@@ -72,7 +82,9 @@ def test_moments_are_in_memory_once(tmp_path: Path, steps: int, more_layers: int
         load(tmp_path / "a.pt", model=others[0], optimizer=others[1])
     small = LAYERS * 64  # numbers of steps
     assert copied.peak <= copied.before + more_layers * LAYER + small
-    assert checksum_of([each.state_dict() for each in others]) == checksum_of([model.state_dict(), optimizer.state_dict()])
+    assert checksum_of([each.state_dict() for each in others]) == checksum_of(
+        [model.state_dict(), optimizer.state_dict()]
+    )
 
 
 def test_a_state_that_the_program_keeps_is_not_changed(tmp_path: Path) -> None:
@@ -110,4 +122,24 @@ def test_a_folder_is_read_into_memory_once(tmp_path: Path) -> None:
     with CopiedBytes([]) as copied:
         load(tmp_path / "a", model=others[0], optimizer=others[1])
     assert copied.peak < LAYER
-    assert checksum_of([each.state_dict() for each in others]) == checksum_of([model.state_dict(), optimizer.state_dict()])
+    assert checksum_of([each.state_dict() for each in others]) == checksum_of(
+        [model.state_dict(), optimizer.state_dict()]
+    )
+
+
+def test_threads_verify_the_shards_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shards are verified at one time: each of the first two waits for the other one."""
+    model, _ = trained(0)
+    save(tmp_path / "a", sharded=True, model=model)
+    both, numbers = threading.Barrier(2), iter(range(LAYERS))
+    verified = files.zip_checksum
+
+    def wait_for_another(item: Any) -> str:
+        if next(numbers) < 2:
+            both.wait(timeout=60)
+        return verified(item)
+
+    monkeypatch.setattr(files, "zip_checksum", wait_for_another)
+    other, _ = trained(1)
+    load(tmp_path / "a", model=other)
+    assert checksum_of(other.state_dict()) == checksum_of(model.state_dict())
