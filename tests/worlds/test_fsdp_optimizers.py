@@ -607,7 +607,41 @@ def checkpointed(*, is_reentrant: bool) -> Any:
     return values(model)
 
 
+class OwnStep(optim.AdamW):
+    """An optimizer of torch with a step of the user's own, which calls torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def fused(kind: type[optim.Optimizer], *, has_closure: bool) -> Any:
+    """Take steps that see full tensors with torch's fused kernels, which count no version of what they write."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = kind(model.parameters(), lr=0.05, fused=True)
+    with parallel_model(model):
+        for inputs, targets in loader():
+
+            def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+                optimizer.zero_grad()
+                loss = (model(inputs) - targets).square().mean()
+                loss.backward()
+                return loss
+
+            if has_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return values(model), state_of(optimizer, model)
+
+
 PROGRAMS: dict[str, Callable[[], Any]] = {
+    **{
+        f"fused {kind.__name__} with a closure": functools.partial(fused, kind, has_closure=True)
+        for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+    },
+    "fused, with a step of its own": functools.partial(fused, OwnStep, has_closure=False),
     **{name: functools.partial(with_optimizer, name) for name in OPTIMIZERS},
     "lora, merged in the block": functools.partial(lora, is_merged_in_block=True),
     "lora, merged after the block": functools.partial(lora, is_merged_in_block=False),

@@ -11,6 +11,7 @@
     ├── on rows           functions by element, of shards that are cut alike and of plain numbers
     ├── with cut operands functions by element that write a full tensor into a sharded one: its
     │                     rows are sent, as rank 0 has them, and the function runs on rows
+    ├── fused             kernels of optimizers with fused=True: they run on rows
     ├── one by one        functions of lists, such as those of optimizers with foreach=True
     └── on full tensors   all others. Operands are gathered. What the function has written goes back
                           to the shards, as rank 0 has it: random numbers are rank 0's
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize.backends.fsdp.functions import (
     FACTS,
+    FUSED,
     NORMS_OF_LIST,
     VIEWS,
     is_by_element,
@@ -215,6 +217,8 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _run_on_rows(call)
     if _takes_full_operand(call):
         return _run_with_cut_operands(call)
+    if name in FUSED:
+        return _run_fused(call)
     if "foreach_" in name and len(target) > 1:
         return _run_one_by_one(call)
     return run_on_full(call)
@@ -411,6 +415,27 @@ def _run_on_rows(call: Call) -> Any:
         if isinstance(operand, Sharded):
             registry = operand.registry
     return map_leaves(lambda value: stand_for(value, registry), result)
+
+
+def _run_fused(call: Call) -> None:
+    """Run the kernel of an optimizer with fused=True on rows.
+
+    The kernel computes each element from the same element of the parameter, the gradient and the
+    state. torch does not count versions for it: of what it had written to full tensors, nothing
+    would be known, and nothing would go back to the shards.
+    """
+    operands = (call.args, call.kwargs)
+
+    def rows_of(value: Any) -> Any:
+        if isinstance(value, Sharded):
+            return value.shard._local_tensor
+        return value
+
+    args, kwargs = map_leaves(rows_of, operands)
+    call.function(*args, **kwargs)
+    for operand in _tensors(operands):
+        if isinstance(operand, Sharded):
+            mark_changed(operand.shard)
 
 
 def _norms(partial_norms: Sequence[Any]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
     facts          do not read elements: the shard, which has the shape of the full tensor, knows
     by element     keep elements apart: each rank runs the function on its rows
+    fused          update the lists of an optimizer: each rank runs the kernel on its rows
     over all       reduce all elements to one number: DTensor reduces rows, then the ranks' numbers
     all others     run on full tensors
 
@@ -62,6 +63,9 @@ _OVER_ALL: Mapping[str, Sequence[tuple[Any, ...]]] = {
 
 NORMS_OF_LIST = "_foreach_norm"
 """Reduces each tensor of a list: DTensor leaves partial results, which are reduced together."""
+
+FUSED = frozenset({"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"})
+"""Kernels of torch's optimizers with fused=True: a step by element, of lists of tensors."""
 
 
 @functools.cache
