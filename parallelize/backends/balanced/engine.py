@@ -27,7 +27,7 @@ from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.transfer import place, restoring_placement, to_device
 from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.backends.model_state import named_tensors
-from parallelize.errors import ConfigError, SyncError
+from parallelize.errors import ConfigError, Fault, SyncError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.run.startup_summary import announced
 from parallelize.torch_patches.transforms import refuse_transform
@@ -156,18 +156,19 @@ class BalancedEngine(Engine):
         return run
 
     def _shared_plan(self, inputs: Any) -> Plan:
-        """Return the user's plan, or rank 0's on the devices of this process.
+        """Return the user's plan, or rank 0's; a collective.
 
         Raises:
             ConfigError: the user's plan is for another model, or no plan fits the devices.
             SyncError: rank 0 has raised an error.
         """
-        given = self.options.plan
-        if given is not None:
-            if {name for name, _ in self.inner.model.named_modules()}.issuperset(given.units):
-                return given
+        plan = self.options.plan
+        if plan is not None:
+            names = {name for name, _ in self.inner.model.named_modules()}
+            if names.issuperset(plan.units):
+                return plan
             raise ConfigError(
-                f"plan= is for another {given.model}",
+                f"plan= is for another {plan.model}",
                 why="a plan refers to submodules by name",
                 fix="drop plan=, to profile this model",
             )
@@ -179,16 +180,23 @@ class BalancedEngine(Engine):
         )
         if self.is_alone:
             return planner.plan(inputs)
-        devices = list(map(str, (*self.devices, self.device)))
-        if dist.get_rank() == 0:
-            try:
-                plan = planner.plan(inputs)
-            except Exception as error:
-                # The other ranks wait for a plan.
-                broadcast_object(f"{type(error).__name__}: {error}")
-                raise
-            broadcast_object((vars(plan), devices))
-            return plan
+        if dist.get_rank() > 0:
+            return self._receive_plan()
+        try:
+            plan = planner.plan(inputs)
+        except Exception as error:
+            # The other ranks wait for a plan.
+            broadcast_object(f"{type(error).__name__}: {error}")
+            raise
+        broadcast_object((vars(plan), self._device_names()))
+        return plan
+
+    def _receive_plan(self) -> Plan:
+        """Return rank 0's plan, on the devices of this process.
+
+        Raises:
+            SyncError: rank 0 has raised an error.
+        """
         received = broadcast_object(None)
         if isinstance(received, str):
             raise SyncError(
@@ -198,30 +206,24 @@ class BalancedEngine(Engine):
                 is_secondary=True,
             )
         fields, devices_of_rank_0 = received
-        here = dict(zip(devices_of_rank_0, devices, strict=True))
-        own_devices = tuple(here[device] for device in fields["devices"])
-        return Plan(**{**fields, "devices": own_devices})
+        device_here = dict(zip(devices_of_rank_0, self._device_names(), strict=True))
+        fields["devices"] = tuple(device_here[device] for device in fields["devices"])
+        return Plan(**fields)
+
+    def _device_names(self) -> list[str]:
+        """Return the devices of this process; each rank has as many, in the same order."""
+        return list(map(str, (*self.devices, self.device)))
 
     def _explain(self, error: BaseException, plan: Plan) -> None:
         """Raise an explanation of an error that has a cause in the plan."""
         text = str(error).partition("\n")[0]
-        # The explanation has a cause itself: a block of two models explains an error once.
-        if isinstance(error, torch.OutOfMemoryError) and error.__cause__ is None:
-            predicted = []
-            for device, size in zip(plan.devices, plan.memory_bytes, strict=False):
-                predicted.append(f"{size:.0f} on {device}")
-            explained = ConfigError(
-                f"out of memory under backend='balanced': {text}",
-                why=f"predicted bytes: {', '.join(predicted) or 'not known'}, for batches of "
-                f"{plan.samples} samples like the first one",
-                fix="use smaller batches, torch.utils.checkpoint in the model, the true "
-                "optimizer_state=, or a smaller memory= than these bytes, for which the model is "
-                "planned again",
-            )
-            raise torch.OutOfMemoryError(str(explained)) from error
-        if not isinstance(error, (RuntimeError, TypeError)):
+        if isinstance(error, torch.OutOfMemoryError):
+            # The explanation has a cause itself: a block of two models explains an error once.
+            if error.__cause__ is None:
+                raise torch.OutOfMemoryError(_out_of_memory(text, plan)) from error
+        elif not isinstance(error, (RuntimeError, TypeError)):
             return
-        if len(set(plan.devices)) > 1 and OTHER_DEVICE.search(text):
+        elif len(set(plan.devices)) > 1 and OTHER_DEVICE.search(text):
             raise ConfigError(
                 f"an operation has operands on several devices: {text}",
                 why="backend='balanced' has moved the model's parameters to "
@@ -231,7 +233,7 @@ class BalancedEngine(Engine):
                 "p.grad.norm().to(device()); use torch's AveragedModel and clip_grad_norm_, which "
                 "do; checkpoint the module that holds the tensors",
             ) from error
-        if self._pipeline is not None and self._pipeline.joins_several and _NOT_IN_GRAPH in text:
+        elif _NOT_IN_GRAPH in text and self._pipeline is not None and self._pipeline.joins_several:
             raise ConfigError(
                 f"torch.autograd.grad by an output of the model: {text}",
                 why="backend='balanced' has joined the outputs of micro-batches, so that no joined "
@@ -239,3 +241,24 @@ class BalancedEngine(Engine):
                 fix="compute this gradient in forward; or use "
                 "BalancedBackend(microbatches=1), which splits no batch, or backend='ddp'",
             ) from error
+
+
+def _out_of_memory(text: str, plan: Plan) -> str:
+    """Return the explanation of torch's error: what was predicted, and what would fit.
+
+    Args:
+        text: of torch's error.
+        plan: by which the model has run.
+    """
+    predicted = []
+    for device, size in zip(plan.devices, plan.memory_bytes, strict=False):
+        predicted.append(f"{size:.0f} on {device}")
+    fault = Fault(
+        f"out of memory under backend='balanced': {text}",
+        why=f"predicted bytes: {', '.join(predicted) or 'not known'}, for batches of "
+        f"{plan.samples} samples like the first one",
+        fix="use smaller batches, torch.utils.checkpoint in the model, the true "
+        "optimizer_state=, or a smaller memory= than these bytes, for which the model is "
+        "planned again",
+    )
+    return str(fault)

@@ -155,24 +155,18 @@ class Staged(contextlib.ExitStack):
         if len(self.devices) > 1 and (is_first or self._copies.meets_other_devices):
             moving = self._copies.moving_operands()
             self._forward = _Forward.OPERANDS_MOVED
+        current_device = None
+        if len(self.devices) > 1 and torch.accelerator.is_available():
+            # Units set other devices as the current one.
+            current_device = torch.accelerator.current_device_index()
         try:
-            with self._restoring_current_device(), moving:
+            with moving:
                 args, kwargs = self._copies.moved(inputs, self.input_device)
                 return call(*args, **kwargs)
         finally:
             self._forward = _Forward.NONE
-
-    @contextlib.contextmanager
-    def _restoring_current_device(self) -> Iterator[None]:
-        """Leave the caller's accelerator as the current one, whichever the units set inside."""
-        if len(self.devices) == 1 or not torch.accelerator.is_available():
-            yield
-            return
-        index = torch.accelerator.current_device_index()
-        try:
-            yield
-        finally:
-            torch.accelerator.set_device_index(index)
+            if current_device is not None:
+                torch.accelerator.set_device_index(current_device)
 
     def _before_unit(self, device: torch.device, _unit: nn.Module, args: Any, kwargs: Any) -> Any:
         """Move the arguments of a unit that is about to run to its device; a hook.

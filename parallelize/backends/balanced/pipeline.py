@@ -73,6 +73,19 @@ class _Verdict:
     has_run_whole: bool = False
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """The outputs of micro-batches, compared with the output of all of their samples.
+
+    Args:
+        dims: how they are joined.
+        difference: the largest one, relative to the largest value; 0: it is rounding.
+    """
+
+    dims: Dims
+    difference: float
+
+
 class _ComparisonMode(Enum):
     """In which modes micro-batches are compared with the whole of their samples.
 
@@ -117,6 +130,10 @@ class Pipeline:
     _verdicts: dict[Any, _Verdict] = field(default_factory=dict)
     _warned_reasons: set[WholeReason] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        # The first one is the model itself.
+        _, *self._submodules = self.inner.model.named_modules()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a batch."""
 
@@ -129,32 +146,33 @@ class Pipeline:
     def _run(self, inputs: Any) -> Any:
         # At once: a copy for each micro-batch would wait for the last stage of the one before.
         inputs = to_device(inputs, self.staged.input_device)
-        batch: Batch | WholeReason = Batch.whole(inputs)
-        if self.microbatches > 1:
-            batch = Batch.of(inputs, self.batch_dim)
+        if self.microbatches == 1:
+            return self._run_whole(Batch.whole(inputs))
+        batch = Batch.of(inputs, self.batch_dim)
         if isinstance(batch, WholeReason):
             return self._run_whole(Batch.whole(inputs), batch)
-        sizes = batch.sizes(min(self.microbatches, self._most_microbatches(batch.size)))
-        if len(sizes) == 1:
+        microbatches = min(self.microbatches, batch.size // self._least_samples())
+        if microbatches < 2:
             return self._run_whole(batch)
         reason = self._reason_of_call()
         if reason is not None:
             return self._run_whole(batch, reason)
         verdict = self._verdict_on(batch)
-        reason = verdict.reason
-        if reason is None and verdict.dims is None:
-            reason = self._compare(batch, sizes[0] + sizes[1], verdict)
-        if reason is None:
-            output = self._run_split(batch, len(sizes), verdict.dims or ())
+        if verdict.dims is None and verdict.reason is None:
+            reason = self._compare(batch, microbatches, verdict)
+        if verdict.dims is not None and verdict.reason is None:
+            output = self._run_split(batch, microbatches, verdict.dims)
             if not isinstance(output, WholeReason):
                 return output
             reason = output
-        output = self._run_whole(batch, reason)
-        # Not before: a forward that fails on the whole batch, too, tells nothing of the kind.
-        verdict.reason = reason
+        output = self._run_whole(batch, reason or verdict.reason)
+        if reason is not None:
+            # Not before: a forward that fails on the whole batch, too, tells nothing of the kind.
+            verdict.reason = reason
         return output
 
     def _verdict_on(self, batch: Batch) -> _Verdict:
+        """Return what is known of the batches of the same kind."""
         modes = self.inner.method, self.inner.model.training, torch.is_grad_enabled()
         return self._verdicts.setdefault((*modes, *batch.signature()), _Verdict())
 
@@ -164,9 +182,6 @@ class Pipeline:
             return 2
         return 1
 
-    def _most_microbatches(self, samples: int) -> int:
-        return max(1, samples // self._least_samples())
-
     def _reason_of_call(self) -> WholeReason | None:
         """Return why this batch cannot be split, whatever its kind is; None: it may be.
 
@@ -174,9 +189,7 @@ class Pipeline:
         """
         if is_in_transform():
             return _IN_TRANSFORM
-        for name, module in self.inner.model.named_modules():
-            if module is self.inner.model:
-                continue
+        for name, module in self._submodules:
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 package = getattr(hook, "__module__", "").partition(".")[0]
                 if package not in _KEEPING_NOTHING:
@@ -229,23 +242,26 @@ class Pipeline:
     def _forward(self) -> Callable[..., Any]:
         return self.inner.bind_method(self.inner.method, self.inner.model)
 
-    def _compare(self, batch: Batch, samples: int, verdict: _Verdict) -> WholeReason | None:
+    def _compare(self, batch: Batch, microbatches: int, verdict: _Verdict) -> WholeReason | None:
         """Compare two micro-batches with the whole of their samples; learn how outputs are joined.
 
         Args:
-            batch: has these samples.
-            samples: their number; fewer are compared if there is no memory for them.
-            verdict: gets the dimensions in which outputs are joined.
+            batch: the first one of its kind.
+            microbatches: their number; fewer samples than two of them have are compared if there is
+                no memory for these.
+            verdict: gets the dimensions in which outputs are joined, if they are equal.
 
         Returns:
             Why batches of this kind are not split; None: the outputs are equal.
         """
+        first, second, *_ = batch.sizes(microbatches)
+        samples = first + second
         least = 2 * self._least_samples()
         while True:
             try:
                 return self._compare_samples(batch.trial(samples), verdict)
             except torch.OutOfMemoryError:
-                # Neither is there memory for the batch, whose micro-batches have more samples.
+                # Neither is there memory for the batch, which has more samples.
                 if samples == least:
                     raise
             samples = max(least, samples // 2)
@@ -258,33 +274,35 @@ class Pipeline:
             for mode in _ComparisonMode:
                 state.restore()
                 mode.enter(self.inner.model)
-                outputs = self._whole_and_parts(samples, state)
-                if isinstance(outputs, WholeReason):
-                    return outputs
-                whole, parts = outputs
-                dims_of_mode = joined_dims(whole, parts[0])
+                compared = self._compare_in_mode(samples, state)
+                if isinstance(compared, WholeReason):
+                    return compared
                 if dims is None:
-                    dims = dims_of_mode
-                unequal = self._difference(parts, whole, dims_of_mode, samples)
-                if isinstance(unequal, WholeReason):
-                    return unequal
-                if not state.draws() and not self.staged.norms.is_training:
-                    if unequal:
-                        return _dependent_samples(unequal)
+                    dims = compared.dims
+                is_exact = not state.draws() and not self.staged.norms.is_training
+                if is_exact and compared.difference:
+                    return _dependent_samples(compared.difference)
+                if is_exact:
                     break
         finally:
             state.restore()
         verdict.dims = dims
         return None
 
-    def _difference(
-        self, parts: list[Any], whole: Any, dims: Dims, samples: Batch
-    ) -> float | WholeReason:
+    def _compare_in_mode(self, samples: Batch, state: ModelState) -> _Comparison | WholeReason:
+        outputs = self._whole_and_parts(samples, state)
+        if isinstance(outputs, WholeReason):
+            return outputs
+        whole, parts = outputs
+        dims = joined_dims(whole, parts[0])
         device = self.staged.output_device
         joined = joined_outputs(parts, dims, batch=samples, device=device)
         if isinstance(joined, WholeReason):
             return joined
-        return difference(whole, joined, dims)
+        unequal = difference(whole, joined, dims)
+        if isinstance(unequal, WholeReason):
+            return unequal
+        return _Comparison(dims, unequal)
 
     def _whole_and_parts(
         self, samples: Batch, state: ModelState

@@ -79,11 +79,20 @@ class Copies:
         return before_operations(self._on_one_device)
 
     def _on_one_device(self, function: Any, args: Any, kwargs: Any) -> Arguments:
+        """Return the arguments of an operation, with all operands on one device.
+
+        Args:
+            function: the operation, a function or method of torch.
+            args: its positional arguments.
+            kwargs: its other arguments.
+        """
         devices = {tensor.device for tensor in tensors_in((args, kwargs))} & self._devices
         if len(devices) < 2 or function in _BACKWARD:
             return args, kwargs
         self.meets_other_devices = True
-        changed = kwargs.get("out", args[0] if _is_in_place(function) else None)
+        changed = kwargs.get("out")
+        if changed is None and _is_in_place(function):
+            changed = args[0]
         devices_of_changed = {tensor.device for tensor in tensors_in(changed)}
         if len(devices_of_changed) > 1:
             # torch refuses the operation, and copies would not be what it has to change.
@@ -100,6 +109,12 @@ class Copies:
         return to_device(values, device, self._copy)
 
     def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a copy of a tensor, the same one for all micro-batches as long as it is true.
+
+        Args:
+            tensor: on another device.
+            device: of the copy.
+        """
         if tensor.device not in self._devices:
             return tensor
         if tensor.is_inference() or torch.is_inference_mode_enabled():
@@ -199,7 +214,15 @@ class _CopyBetweenAccelerators(torch.autograd.Function):
 
 
 def _start_copy(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Stream]:
-    """Return a copy on another accelerator, and the stream on which it will arrive."""
+    """Return a copy on another accelerator, and the stream on which it will arrive.
+
+    Memory of a tensor is used again when the stream that has allocated it is done. `record_stream`
+    lets it wait for another stream that uses the tensor, here and above.
+
+    Args:
+        tensor: on an accelerator.
+        device: another accelerator.
+    """
     reading, writing = _copy_streams(tensor.device, device)
     reading.wait_stream(torch.accelerator.current_stream(tensor.device))
     with reading, writing:
@@ -253,7 +276,13 @@ def restoring_placement(model: nn.Module) -> Iterator[None]:
 def place(
     model: nn.Module, unit_devices: Mapping[str, torch.device], *, otherwise: torch.device
 ) -> None:
-    """Move each parameter and buffer to the device of its unit; without units, to `otherwise`."""
+    """Move each parameter and buffer to the device of its unit.
+
+    Args:
+        model: keeps its tensors, with other data.
+        unit_devices: name of a unit -> its device.
+        otherwise: device of tensors that belong to no unit, as if there are none.
+    """
     for tensor, unit in owners(model, list(unit_devices)):
         _move_tensor(tensor, unit_devices.get(unit, otherwise))
     # Autocast has casts of the parameters on their former devices.
