@@ -1,4 +1,4 @@
-"""Plans: profiling, printing, saving, reuse, and models that are not worth splitting."""
+"""Plans: profiling, printing, and models that are not worth splitting."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_submodules_that_are_not_called(model: nn.Module) -> None:
 
 def test_the_slowest_submodule_gets_its_own_device() -> None:
     """Stages are chosen by measured time, not by parameters: three fast layers balance one slow layer."""
-    model = nn.Sequential(*(Slow(seconds) for seconds in (0.001, 0.001, 0.001, 0.003)))
+    model = nn.Sequential(*(Slow(seconds) for seconds in (0.02, 0.02, 0.02, 0.06)))
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
-        loss_of(model(torch.randn(8, 4))).backward()
+        loss_of(model(torch.randn(4, 4))).backward()
     found = plan(model)
     assert found.bounds == (0, 3, 4)
     assert found.units == ("0", "1", "2", "3")
@@ -63,8 +63,68 @@ def test_no_speedup_leaves_the_model_unsplit(devices: Any, caplog: pytest.LogCap
         assert type(output.grad_fn).__name__ == "AddmmBackward0"
     assert not plan(model).is_split
     assert f"no gain: {plan(model).why.removeprefix('no gain: ')}" in caplog.text
-    assert "if split" in plan(model).why or "no split is predicted to be faster" in plan(model).why
+    assert "ms on one device" in plan(model).why
+    assert "ms if split" in plan(model).why
     assert "backend='ddp'" in str(plan(model))
+
+
+@pytest.mark.parametrize(("samples", "microbatches", "memory"), [(32, 8, 9600), (3, 3, 4000)])
+def test_a_stage_has_four_micro_batches(samples: int, microbatches: int, memory: int) -> None:
+    """Without `microbatches=`, there are four for each device; and at most as many as samples."""
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(samples, 8)
+    alone = copy.deepcopy(model)
+    # One device is too small for the model.
+    backend = BalancedBackend(devices=("cpu", "cpu"), memory=memory)
+    with parallel_model(model, backend=backend):
+        loss_of(model(x)).backward()
+    assert (plan(model).is_split, plan(model).microbatches) == (True, microbatches)
+    assert plan(model).unsplit_s is None
+    loss_of(alone(x)).backward()
+    assert_equal_gradients(model, alone)
+
+
+class Constant(nn.Module):
+    """Reads a number of samples from its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.view(32, 8))
+
+
+def test_an_error_of_a_trial_is_the_trials() -> None:
+    """The reason why a batch runs whole tells that a part of it has failed, and which."""
+    model = Constant()
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=8)):
+        model(torch.randn(32, 8))
+    assert "runs whole: in a trial with 4 of 32 samples: shape '[32, 8]'" in plan(model).why
+
+
+class Selecting(nn.Module):
+    """Overrides `parameters` for its optimizer, as a list, and with an argument of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def parameters(self, name: str) -> list[nn.Parameter]:  # type: ignore[override]  # as users do
+        return [*getattr(self, name).parameters()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def test_a_model_that_overrides_parameters() -> None:
+    """All of its parameters are planned and trained."""
+    model, x = seeded(Selecting), torch.randn(8, 8)
+    alone = copy.deepcopy(model)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=2)):
+        loss_of(model(x)).backward()
+    assert (plan(model).units, plan(model).bounds) == (("first", "last"), (0, 1, 2))
+    loss_of(alone(x)).backward()
+    assert_equal_gradients(model, alone)
 
 
 def test_planning_leaves_no_trace() -> None:

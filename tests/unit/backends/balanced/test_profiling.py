@@ -16,7 +16,6 @@ from parallelize.backends.balanced.profiling import (
     profile_of,
 )
 
-
 ADDING_S = 1e-9
 
 
