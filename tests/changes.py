@@ -275,14 +275,6 @@ OF_TORCH = (
     ),
     Change(
         what="`torch.compiler` runs eagerly",
-        where="backends/auto/plugin.py",
-        names=("torch.compiler.set_stance",),
-        why="auto: a compiled model compiles for measurements",
-        lasts="the first batch",
-        test="none: only the time of the first batch changes",
-    ),
-    Change(
-        what="`torch.compiler` runs eagerly",
         where="backends/balanced/planner.py",
         names=("torch.compiler.set_stance",),
         why="balanced: a compiled model compiles for plans",

@@ -54,7 +54,10 @@ def watch_saved(
         keeps: whether saved tensors stay alive, so that the graph can be used; else a backward
             through it, also one inside of the context, raises `DroppedTensorError`.
     """
-    seen = {storage_key(tensor) for tensor in uncounted if tensor.layout is torch.strided}
+    seen: set[StorageKey] = set()
+    for tensor in uncounted:
+        if tensor.layout is torch.strided:
+            seen.add(storage_key(tensor))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | None:
         # Sparse tensors have no storage of their own: autograd saves their parts with them.
@@ -65,8 +68,10 @@ def watch_saved(
                 seen.add(key)
                 new_bytes = tensor.untyped_storage().nbytes()
             on_saved(key, new_bytes)
-        # A detached tensor makes no reference cycle with the node that saves it.
-        return tensor.detach() if keeps else None
+        if not keeps:
+            return None
+        # The tensor itself would make a reference cycle with the node that saves it.
+        return tensor.detach()
 
     def unpack(kept: torch.Tensor | None) -> torch.Tensor:
         if kept is None:

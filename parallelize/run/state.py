@@ -8,7 +8,6 @@ from weakref import WeakSet
 
 if TYPE_CHECKING:
     from parallelize.agreement.rank_consistency import ConsistencyCheck
-    from parallelize.backends.auto.choice import Choice
     from parallelize.run.data_ranks import DataRanks
 
 
@@ -25,9 +24,6 @@ class RunState:
             block.
         has_logged_summary: whether the startup summary was logged. `StartupSummary` sets it, so
             that a second block of the run does not log the line again.
-        engine_choices: path of the file that keeps choices of `backend="auto"`, or None for choices
-            that no file keeps -> text of what a choice was made for -> the choice. "auto" sets it.
-            Without it, each block would measure the model again.
         pending_checks: what this rank says that it does, such as that it iterates epoch 2. Loaders
             add checks. At the next point that all ranks reach, `run_checks` compares them with the
             other ranks', and empties the set. A check that its loader has dropped is gone from it.
@@ -38,6 +34,5 @@ class RunState:
 
     is_in_block: bool = False
     has_logged_summary: bool = False
-    engine_choices: dict[str | None, dict[str, Choice]] = field(default_factory=dict)
     pending_checks: WeakSet[ConsistencyCheck] = field(default_factory=WeakSet)
     data_ranks: DataRanks | None = None

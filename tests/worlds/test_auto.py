@@ -1,10 +1,9 @@
-"""backend="auto" chooses the fastest engine that fits, and then trains exactly as the engine's name does."""
+"""backend="auto" chooses the first engine that fits, and then trains exactly as the engine's name does."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import random
 import resource
@@ -16,10 +15,10 @@ import pytest
 import torch
 from ranks import outputs_of_ranks
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize import AutoBackend, ConfigError, FSDPBackend, distributed, parallel_model, rank, world_size
-from parallelize.backends.auto.choice import SIZES, choose
+from parallelize.backends.auto.choice import choose, needed_bytes
+from parallelize.backends.auto.model_bytes import ModelBytes
 
 WIDTH = 256
 KEEPS_GATHERED = FSDPBackend(reshard_after_forward=False)
@@ -50,58 +49,51 @@ class Net(nn.Module):
 class Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.text = ""
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text += record.getMessage() + "\n"
-
-    @property
-    def choices(self) -> list[str]:
-        """The engines that were chosen, as the tables say."""
-        rows = [line for line in self.text.splitlines() if line.endswith("(chosen)")]
-        return [row.strip().partition(":")[0] for row in rows]
+        self.lines.append(record.getMessage())
 
 
 @contextlib.contextmanager
-def logged() -> Iterator[Log]:
+def logged() -> Iterator[list[str]]:
     log, logger = Log(), logging.getLogger("parallelize")
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
     try:
-        yield log
+        yield log.lines
     finally:
         logger.removeHandler(log)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def chosen(lines: list[str]) -> list[str]:
+    """Return the engines that were chosen, as the lines say."""
+    return [line.split("has chosen ")[1].split(",")[0] for line in lines if ": backend='auto' has chosen " in line]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor | None = None) -> None:
     optimizer.zero_grad()
-    model(torch.randn(16, WIDTH)).square().mean().backward()
+    model(torch.randn(16, WIDTH) if x is None else x).square().mean().backward()
     optimizer.step()
 
 
 def train(
-    backend: Any, *, is_made_inside: bool = False, steps: int = 3, kind: Any = torch.optim.AdamW
-) -> tuple[dict[str, Any], str]:
+    backend: Any, *, is_made_inside: bool = False, steps: int = 3, kind: Any = torch.optim.AdamW, depth: int = 4
+) -> tuple[dict[str, Any], list[str]]:
     """Return the trained state with the numbers drawn next, and what was logged."""
     torch.manual_seed(7 + rank())
-    model = Net()
+    model = Net(depth)
     made = None if is_made_inside else kind(model.parameters())
-    with logged() as log, parallel_model(model, backend=backend, buffers="rank0"):
+    with logged() as lines, parallel_model(model, backend=backend, buffers="rank0"):
         optimizer = made or kind(model.parameters())
-        if rank() == 0 or getattr(backend, "plan", "named") is not None:  # rank 0 alone before the choice
+        if rank() == 0 or not isinstance(backend, AutoBackend):  # rank 0 alone before the choice
             with torch.no_grad():
                 model.eval()(torch.ones(2, WIDTH))
         model.train()
         for _ in range(steps):
             step(model, optimizer)
         drawn = torch.rand(3)
-    return {**model.state_dict(), "drawn": drawn}, log.text
-
-
-def chosen(text: str) -> list[str]:
-    log = Log()
-    log.text = text
-    return log.choices
+    return {**model.state_dict(), "drawn": drawn}, lines
 
 
 def test_training_is_that_of_the_chosen_engine() -> None:
@@ -110,11 +102,10 @@ def test_training_is_that_of_the_chosen_engine() -> None:
     def run() -> dict[tuple[str, bool], tuple[list[str], bool]]:
         found = {}
         for engine, is_made_inside in itertools.product(LIMITS, (False, True)):  # where the optimizer is made
-            limit = (LIMITS[engine] or 10**9) + is_made_inside  # another one: it is measured again
-            state, text = train(AutoBackend(memory=limit), is_made_inside=is_made_inside)
+            state, lines = train(AutoBackend(memory=LIMITS[engine]), is_made_inside=is_made_inside)
             named, _ = train(NAMED[engine], is_made_inside=is_made_inside)
             is_equal = all(torch.equal(state[key], value) for key, value in named.items())
-            found[engine, is_made_inside] = chosen(text), is_equal
+            found[engine, is_made_inside] = chosen(lines), is_equal
         return found
 
     first, second = distributed(processes=2)(run).all_ranks()
@@ -140,87 +131,37 @@ def test_one_process_trains_as_without_the_library() -> None:
     assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
-def test_the_table_the_start_line_and_the_report_are_logged_once_on_rank_0() -> None:
-    """After ten steps, the measured duration is beside the prediction."""
-
-    def run() -> str:
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters())
-        with logged() as log:
-            for _ in range(2):  # the second block knows the choice
-                with parallel_model(model, backend="auto", buffers="rank0"):
-                    for _ in range(12):
-                        step(model, optimizer)
-        return log.text
-
-    text, other = distributed(processes=2)(run).all_ranks()
-    assert other == ""
-    table, line, report = text.strip().split("\n", 5)[:5], *text.strip().splitlines()[5:]
-    assert table[0].startswith("Net: engines of backend='auto', with ")
-    assert [row.split(":")[0].strip() for row in table[1:4]] == [*NAMED]
-    assert "process_per='node' compares dp and balanced" in table[4]
-    assert "2 processes" in line
-    assert "backend='auto' has chosen ddp: 0.005 GiB" in line
-    assert report.startswith("ddp: 0.005 GiB, ")
-    assert " ms a step predicted; measured: " in report
-
-
-def test_the_report_leaves_the_users_hook_alone() -> None:
-    """A hook that the user registers after the choice runs after each step, also after the one that is reported."""
-
-    def run() -> int:
-        model, calls = Net(), []
-        optimizer = torch.optim.AdamW(model.parameters())
-        with parallel_model(model, backend="auto", buffers="rank0"):
-            step(model, optimizer)  # the first batch, on which the engine is chosen
-            hook = register_optimizer_step_post_hook(lambda *_: calls.append("a step"))
-            for _ in range(12):
-                step(model, optimizer)
-        hook.remove()
-        return len(calls)
-
-    assert distributed(processes=2)(run).all_ranks() == [12, 12]
+def test_one_line_says_what_was_chosen_and_why() -> None:
+    """Rank 0 logs it with the bytes of all candidates; explain() shows the rule before the run."""
+    run = distributed(backend=AutoBackend(memory=5_000_000), processes=2)(train)
+    explained = run.explain()
+    assert "ddp: holds parameters + gradients + optimizer state + saved; sends 2 x gradients" in explained
+    assert explained.index("ddp: ") < explained.index("fsdp reshard_after_forward=False: ") < explained.index("fsdp: ")
+    (_, lines), (_, others) = run.all_ranks(AutoBackend(memory=5_000_000))
+    assert others == []
+    choice, start = lines
+    assert choice == (
+        "Net: backend='auto' has chosen fsdp reshard_after_forward=False, the first of these that fits into 4.3 MiB "
+        "of a device: ddp 5.2 MiB, fsdp reshard_after_forward=False 3.5 MiB, fsdp 3.0 MiB"
+    )
+    assert "backend='auto' has chosen fsdp reshard_after_forward=False" in start
 
 
 def test_a_model_that_fits_nowhere_is_told_what_is_missing() -> None:
-    """The error names the nearest engine, the excess, the parts, and what would help."""
+    """The error names the nearest engine, its bytes, the parts, and what would help."""
     with pytest.raises(ConfigError) as caught:
         distributed(processes=2)(train)(AutoBackend(memory=3_000_000))
     (fault,) = caught.value.faults
-    assert fault.what.startswith("Net fits no engine of backend='auto'; the nearest is fsdp: 0.00")
-    assert "GiB more than 90 % of a device's memory" in fault.why
-    assert all(part in fault.why for part in ("parameters", "gradients", "optimizer state", "saved for backward"))
+    assert fault.what == "Net fits no engine of backend='auto'; the nearest is fsdp, which needs 3.0 MiB on a device"
+    assert fault.why.startswith("nine tenths of a device's memory are 2.6 MiB; of the whole model, parameters take 1.0")
+    assert all(part in fault.why for part in ("gradients 1.0", "optimizer state 2.1", "saved for backward "))
     assert all(word in fault.fix for word in ("smaller batch", "checkpoint", "more devices", "balanced"))
-
-
-def test_a_plan_is_used_again_for_the_same_model_and_limit(tmp_path: Path) -> None:
-    """Another limit is measured, and kept beside it; explain() shows the tables."""
-    path = tmp_path / "plan.json"
-    backend = AutoBackend(plan=str(path))
-    run = distributed(processes=2)(train)
-    assert "chosen at the first forward" in distributed(backend=backend, processes=2)(train).explain()
-    assert chosen(run(backend)[1]) == ["ddp"]
-    assert "Net: engines of backend='auto'" in distributed(backend=backend, processes=2)(train).explain()
-    kept = json.loads(path.read_text())
-    ((key, choice),) = kept.items()
-    path.write_text(json.dumps({key: ["fsdp", {}, *choice[2:]]}))
-    state, text = run(backend)
-    assert chosen(text) == []
-    assert "backend='auto' has chosen fsdp: " in text
-    expected, _ = run("fsdp")
-    assert all(torch.equal(state[key], value) for key, value in expected.items())
-    assert chosen(run(AutoBackend(plan=str(path), memory=10**9))[1]) == ["ddp"]
-    assert len(json.loads(path.read_text())) == 2
-    path.write_text("[]")
-    with pytest.raises(ConfigError, match="holds no choices"):
-        run(backend)
 
 
 def test_the_rank_with_the_least_memory_decides() -> None:
     """All ranks choose what fits on each of them."""
 
-    def run() -> str:
+    def run() -> list[str]:
         return train(AutoBackend(memory=10**9 if rank() == 0 else LIMITS["fsdp"]))[1]
 
     assert chosen(distributed(processes=2)(run)()) == ["fsdp"]
@@ -236,26 +177,50 @@ class Unknown(torch.optim.SGD):
 def test_the_state_of_optimizers_counts(kind: Any, engine: str) -> None:
     """SGD keeps nothing; an optimizer that is not torch's is taken to keep two tensors a parameter."""
 
-    def run() -> str:
+    def run() -> list[str]:
         return train(AutoBackend(memory=4_900_000), kind=lambda parameters: kind(parameters, 0.1))[1]
 
     assert chosen(distributed(processes=2)(run)()) == [engine]
 
 
+class Adapted(Net):
+    """Only its head is trained, and `parameters` lists that alone, with an argument of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+    def parameters(self, part: str = "head") -> list[nn.Parameter]:  # type: ignore[override]
+        return list(getattr(self, part).parameters())
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
+    """All parameters count, also those that an override of `parameters` leaves out; the rest is of the trained ones."""
+
+    def run() -> list[str]:
+        model = Adapted()
+        optimizer = torch.optim.AdamW([*model.parameters("blocks"), *model.parameters()])
+        with logged() as lines, parallel_model(model, backend=AutoBackend(memory=2_500_000), buffers="rank0"):
+            step(model, optimizer)
+        return lines
+
+    assert chosen(distributed(processes=2)(run)()) == ["ddp"]
+
+
 def test_parameters_that_do_not_fit_with_gradients_are_sharded_at_once() -> None:
     """Nothing is measured: forward runs once."""
 
-    def run() -> tuple[str, int]:
+    def run() -> tuple[list[str], int]:
         model = Net(depth=24)
         size = sum(each.nbytes for each in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with logged() as log, parallel_model(model, backend=AutoBackend(memory=int(1.8 * size)), restore=False):
+        with logged() as lines, parallel_model(model, backend=AutoBackend(memory=int(1.8 * size)), restore=False):
             step(model, optimizer)
-        return log.text, model.calls
+        return lines, model.calls
 
-    text, calls = distributed(processes=2)(run)()
-    assert (chosen(text), calls) == (["fsdp"], 1)
-    assert "fsdp: 0.007 GiB, not timed  (chosen)" in text
+    lines, calls = distributed(processes=2)(run)()
+    assert (chosen(lines), calls) == (["fsdp"], 1)
+    assert "no device holds the whole model with its gradients, so that none has run" in lines[0]
 
 
 def test_limits_of_the_process_count() -> None:
@@ -265,10 +230,10 @@ def test_limits_of_the_process_count() -> None:
         used = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
         limit = int(used.split()[1]) * 1024 + 2**30
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        return [line for line in train("auto")[1].splitlines() if "to use" in line]
+        return train("auto")[1]
 
-    (line,) = distributed(processes=2)(run)()
-    assert 0.5 < float(line.split("with ")[1].split()[0]) <= 0.9
+    line, _ = distributed(processes=2)(run)()
+    assert 500 < float(line.split("fits into ")[1].split(" MiB")[0]) <= 922
 
 
 def test_submodules_train_before_the_first_forward() -> None:
@@ -291,57 +256,113 @@ def test_submodules_train_before_the_first_forward() -> None:
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
 
 
-KINDS = ("all_reduce", "all_gather")
-FACTS = {
-    "memory": 1e10,
-    "parameters": 4e9,
-    "gradients": 4e9,
-    "optimizer state": 8e9,
-    "saved for backward": 1e8,
-    "in backward": 4e9,
-    "units": 10,
-    "largest unit": 4e8,
-    "outside of units": 1e8,
-    "restored at the end": 0,
-    "largest stage": 1e10,
-    "is on accelerator": 1,
-    "s of forward and backward": 1e-3,
-    "s of updating a byte": 1e-12,
-    **{f"s of {kind} of {size} bytes": size * 1e-9 for kind in ("all_reduce", "all_gather") for size in SIZES},
-    **{
-        f"s of {kind} in a node of {size} bytes": size * 1e-11
-        for kind in ("all_reduce", "all_gather")
-        for size in SIZES
-    },
-}
+class Special(nn.Module):
+    """A model whose first forward is not like those of others, as `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.kind, self.runs = nn.Linear(WIDTH, WIDTH), kind, itertools.count()
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).tanh().sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "forces":
+            positions = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(positions), positions, create_graph=True)[0]
+        if self.kind == "torch.func":
+            return torch.func.grad(self.energy)(x)
+        if self.kind == "out of memory" and next(self.runs) == 0:
+            self.energy(torch.empty(2**50))
+        return self.body(x).tanh()
 
 
 @pytest.mark.parametrize(
-    ("changes", "engine"),
-    [
-        ({}, {"shard_over": "node", "reshard_after_forward": False}),
-        ({"memory": 5e9}, {"shard_over": "node"}),
-        ({"memory": 3e9}, {}),
-    ],
-    ids=["the links between nodes are slow", "no room for all gathered", "no room for the shards of a node"],
+    ("kind", "engine"),
+    [("forces", "ddp"), ("torch.func", "ddp"), ("out of memory", "fsdp reshard_after_forward=False")],
 )
-def test_over_nodes_a_copy_in_each_node_sends_less(changes: dict[str, float], engine: dict[str, Any]) -> None:
-    """As long as it fits; the other engines are in the table."""
-    found = choose({**FACTS, **changes}, "Net", 8 * 4, 8, 1)
-    assert (found.engine, found.options) == ("fsdp", engine)
-    assert found.table.count("fsdp") == 4
+def test_a_forward_that_cannot_be_measured_like_others(kind: str, engine: str) -> None:
+    """It may differentiate, or run out of memory: then it does not fit ddp, which is no error."""
+
+    def run(backend: Any) -> tuple[list[str], torch.Tensor]:
+        torch.manual_seed(2)
+        model = Special(kind if backend == "auto" else kind.replace("out of memory", ""))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with logged() as lines, parallel_model(model, backend=backend):
+            step(model, optimizer, torch.full((8, WIDTH), rank() + 0.5))
+        return lines, model.body.weight.detach()
+
+    lines, weight = distributed(processes=2)(run)("auto")
+    assert chosen(lines) == [engine]
+    assert ("it has run out of memory" in lines[0]) == (kind == "out of memory")
+    torch.testing.assert_close(weight, distributed(processes=2)(run)("ddp")[1])
+
+
+@pytest.mark.parametrize("compiles", ["the model", "a function that calls it"])
+def test_compiled_programs_train(compiles: str) -> None:
+    """A step that is compiled may be the first; from the choice on, forward is compiled as under ddp."""
+
+    def run(backend: str) -> tuple[int, torch.Tensor]:
+        torch.manual_seed(0)
+        graphs = list[int]()
+
+        def compiler(graph: Any, inputs: Any) -> Any:
+            graphs.append(len(inputs))
+            return graph.forward
+
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        called = torch.compile(model, backend=compiler) if compiles == "the model" else model
+
+        def loss_of(x: torch.Tensor) -> torch.Tensor:
+            return called(x).square().mean()
+
+        if compiles != "the model":
+            loss_of = torch.compile(loss_of, backend=compiler)
+        with parallel_model(model, backend=backend):
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss_of(torch.full((8, 6), rank() + 1.0)).backward()
+                optimizer.step()
+        return len(graphs), model[0].weight.detach()
+
+    auto, ddp = (distributed(processes=2)(run)(backend) for backend in ("auto", "ddp"))
+    assert auto[0] == ddp[0] > 0
+    torch.testing.assert_close(auto[1], ddp[1])
+
+
+BYTES = {"memory": 1e10, "parameters": 4e9, "gradients": 4e9, "optimizer_state": 8e9, "saved": 1e8, "backward": 8.1e9}
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        (1e11, "ddp"),
+        (1e10, "fsdp reshard_after_forward=False"),
+        (5e9, "fsdp shard_over='node'"),
+        (3e9, "fsdp"),
+    ],
+)
+def test_over_nodes_the_order_is_that_of_what_is_sent(memory: float, expected: str) -> None:
+    """A copy in each node comes before one over all nodes, as long as it fits; without equal nodes there is none."""
+    model = ModelBytes(**{**BYTES, "memory": memory}, largest_unit=4e8, outside_units=1e8)
+    needed = needed_bytes(model, ranks=32, ranks_of_node=8)
+    assert str(choose("Net", model, needed)) == expected
+    assert len(needed) == 4
+    assert len(needed_bytes(model, ranks=32, ranks_of_node=1)) == 3
 
 
 @pytest.mark.slow
-def test_nodes_of_two_processes_measure_their_own_links(tmp_path: Path) -> None:
-    """All ranks of two nodes choose alike, and train on."""
+def test_two_nodes_of_two_processes_choose_alike(tmp_path: Path) -> None:
+    """Each node holds a copy where that fits, and the gathered model does not."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from worlds.test_auto import LIMITS, train\n"
+        "import torch\n"
+        "from worlds.test_auto import chosen, train\n"
         "from parallelize import AutoBackend, distributed\n"
-        "backend = AutoBackend(memory=LIMITS['fsdp reshard_after_forward=False'])\n"
-        "print(distributed(processes=2, num_nodes=2)(train)(backend)[1])\n"
+        "backend = AutoBackend(memory=6_300_000)\n"
+        "kind = torch.optim.SGD\n"
+        "print(chosen(distributed(processes=2, num_nodes=2)(train)(backend, kind=kind, depth=16, is_made_inside=False)[1]))\n"
     )
     outputs = outputs_of_ranks(script, world_size=4, per_node=2)
-    assert outputs[0].count("  fsdp") == 4
-    assert "(chosen)" in outputs[0]
+    assert outputs[0] == "[\"fsdp shard_over='node'\"]\n"

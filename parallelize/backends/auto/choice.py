@@ -1,140 +1,184 @@
-"""The choice among engines: the bytes and seconds that each is predicted to need, by what was measured of a model.
+"""The candidates of backend="auto", what each needs, and the choice of the first that fits.
 
-    a device holds   parameters   optimizer state   in backward: what forward has saved, and gradients
-    ddp              all          all               all, and once more in the messages
-    fsdp             1/n          1/n               1/n, and a gathered block with its gradients, or all blocks
-    dp               all          all               all gradients, and 1/n of what is saved
-    balanced         as its plan of stages says
+They stand in the order of what they send in a step:
 
-A step takes forward, backward and the optimizer's step, and the messages. On an accelerator, messages that take less
-time than forward and backward are hidden behind them; on the CPU, which sends them itself, none are. Optimizers are
-taken to read and write as an addition to the gradients and to each tensor of their state.
+    candidate              a rank holds, beside what forward saves      a step sends
+    ddp                    everything                                   2 gradients
+    fsdp, stays gathered   1/n, and all parameters gathered             parameters, gradients
+    fsdp in each node      1/m, and two units gathered                  in a node: 2 parameters and
+                                                                        gradients; between nodes:
+                                                                        2/m gradients
+    fsdp                   1/n, and two units gathered                  2 parameters, gradients
+
+n is the number of ranks, and m that of each node. No second is measured, and no candidate is run:
+the choice is the same in every run.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from parallelize.backends.auto.model_bytes import ModelBytes
 from parallelize.errors import ConfigError
-
-__all__ = ["SIZES", "USABLE", "Choice", "Facts", "choose", "saved_choices"]
-
-Facts = dict[str, float]
-"""Bytes of a model and its training, and seconds, by what they are of."""
-SIZES = (2**16, 2**22)
-"""Bytes of the messages that are timed."""
-USABLE = 0.9
-"""Fraction of the memory that is used; the rest is for workspaces and fragmentation."""
-_PARTS = ("parameters", "gradients", "optimizer state", "saved for backward")
-_GIB = 2**30
+from parallelize.run.startup_summary import size_text
 
 
-class Choice(NamedTuple):
-    """An engine with its options, what it is predicted to need, and the table of all engines."""
-
-    engine: str
-    options: dict[str, Any]
-    memory_bytes: float = 0.0
-    step_s: float = 0.0
-    table: str = ""
-
-    def __str__(self) -> str:
-        options = "".join(f" {name}={value}" for name, value in self.options.items())
-        timed = f"{self.step_s * 1000:.1f} ms a step" if self.step_s < math.inf else "not timed"
-        return f"{self.engine}{options}: {self.memory_bytes / _GIB:.3f} GiB, {timed}"
-
-
-def _predicted(facts: Facts, n: int, in_node: int, devices: int) -> list[Choice]:
-    """Return the engines that are possible with n processes, with what they need; arguments as of `choose`."""
-    held, gradients, state, saved = (facts[each] for each in _PARTS)
-    on_accelerator, unit, outside = facts["is on accelerator"], facts["largest unit"], facts["outside of units"]
-
-    def sent_s(kind: str, size: float) -> float:  # in a message for each unit
-        small, large = (facts[f"s of {kind} of {each} bytes"] for each in SIZES)
-        return facts["units"] * small + size * max(0.0, large - small) / (SIZES[1] - SIZES[0])
-
-    def choice(
-        engine: str, options: dict[str, Any], memory: float, sending: float, *, shards: int = 1, runs: str = ""
-    ) -> Choice:
-        computing = facts[f"s of {runs or 'forward and backward'}"]
-        step_s = max(computing, sending, (1 - on_accelerator) * (computing + sending))
-        return Choice(engine, options, memory, step_s + facts["s of updating a byte"] * (gradients + state) / shards)
-
-    # Messages are another copy of the gradients, and optimizers on accelerators compute with one.
-    in_step = max(facts["in backward"], gradients * (1 + max(on_accelerator, n > 1)))
-    reducing = sent_s("all_reduce", gradients) if n > 1 else 0.0
-    found = [choice("ddp", {}, held + state + in_step, reducing)]
-    if devices > 1:
-        memory = held + state + in_step - saved * (1 - 1 / devices)
-        return [
-            *found,
-            choice("dp" if n == 1 else "ddp2", {}, memory, reducing, runs="dp"),
-            choice("balanced", {}, facts["largest stage"], reducing, runs="balanced"),
-        ]
-    for over, shards in [("", n), (" in a node", in_node)][: (n > 1) + (1 < in_node < n)]:
-        for reshards in (True, False):
-            # Two units are gathered at a time, or all. Backward frees what is saved while it computes the gradients of
-            # a unit, and their message; the shards of gradients come with it, or in place of parameters that it frees.
-            gathered, kept = (outside + 2 * unit, max(saved, gradients / shards)) if reshards else (held, saved)
-            in_step = gathered + min(kept + 2 * max(outside, unit), facts["in backward"])
-            memory = (held + state) / shards + max(in_step, gradients / shards + facts["restored at the end"])
-            options: dict[str, Any] = {} if reshards else {"reshard_after_forward": False}
-            sending = (1 + reshards) * sent_s(f"all_gather{over}", held)
-            if over:  # gradients are added up within the nodes, and then over them
-                options["shard_over"] = "node"
-                sending += sent_s(f"all_gather{over}", gradients) + sent_s("all_reduce", gradients / shards)
-            else:
-                sending += reducing
-            found.append(choice("fsdp", options, memory, sending, shards=shards))
-    return found
-
-
-def choose(facts: Facts, model: str, n: int, in_node: int, devices: int) -> Choice:
-    """Return the fastest engine that fits.
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An engine with its options.
 
     Args:
-        facts: bytes and seconds, as `trial` measures them: the least memory of all ranks, and the most of other facts.
-        model: name of the model's class.
-        n: number of processes.
-        in_node: number of processes on each node; 1: they differ.
-        devices: number of devices that each process drives.
+        engine: name of the backend.
+        options: options of the backend.
+        holds: what each rank holds, for users.
+        sends: what a step sends, for users.
+    """
+
+    engine: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    holds: str = ""
+    sends: str = ""
+
+    def __str__(self) -> str:
+        text = self.engine
+        for name, value in self.options.items():
+            text += f" {name}={value!r}"
+        return text
+
+
+DDP = Candidate(
+    "ddp",
+    holds="parameters + gradients + optimizer state + saved",
+    sends="2 x gradients",
+)
+_FSDP_GATHERED = Candidate(
+    "fsdp",
+    {"reshard_after_forward": False},
+    holds="(parameters + gradients + optimizer state) / n + parameters + saved",
+    sends="parameters + gradients",
+)
+_FSDP_IN_NODE = Candidate(
+    "fsdp",
+    {"shard_over": "node"},
+    holds="(parameters + gradients + optimizer state) / m + two blocks + saved",
+    sends="2 x parameters + gradients in a node of m ranks, 2 x gradients / m between nodes",
+)
+_FSDP = Candidate(
+    "fsdp",
+    holds="(parameters + gradients + optimizer state) / n + two blocks + saved",
+    sends="2 x parameters + gradients",
+)
+
+
+def rule() -> str:
+    """Return the rule of the choice, for users who have not run the model yet."""
+    lines = ["the first of these that leaves a tenth of the memory free on each of the n ranks:"]
+    for candidate in (DDP, _FSDP_GATHERED, _FSDP_IN_NODE, _FSDP):
+        lines += [f"{candidate}: holds {candidate.holds}; sends {candidate.sends}"]
+    return "\n".join([*lines, "saved: for backward, as the first forward with gradients counts it"])
+
+
+def needed_bytes(model: ModelBytes, *, ranks: int, ranks_of_node: int) -> dict[Candidate, float]:
+    """Return what a device needs under each candidate, in the order of what they send.
+
+    Args:
+        model: bytes of all ranks: the least memory, and the most of the rest.
+        ranks: number of ranks.
+        ranks_of_node: number of ranks on each node; 1: the nodes have different numbers.
+
+    Returns:
+        Bytes; infinity: they are not known, and there are too many of them.
+    """
+    needed = {DDP: _needed_by_ddp(model, ranks)}
+    if ranks > 1:
+        needed[_FSDP_GATHERED] = _needed_if_gathered(model, ranks)
+        if 1 < ranks_of_node < ranks:
+            needed[_FSDP_IN_NODE] = _needed_by_fsdp(model, ranks_of_node)
+        needed[_FSDP] = _needed_by_fsdp(model, ranks)
+    return needed
+
+
+def _needed_by_ddp(model: ModelBytes, ranks: int) -> float:
+    copies = 1
+    # Gradients are copied to messages. On an accelerator, a step of an optimizer copies them, too.
+    if ranks > 1 or model.is_on_accelerator:
+        copies = 2
+    in_step = max(model.backward, copies * model.gradients)
+    return model.parameters + model.optimizer_state + in_step
+
+
+def _needed_if_gathered(model: ModelBytes, shards: int) -> float:
+    """Return the bytes under fsdp that gathers all parameters for forward and backward."""
+    in_backward = model.parameters + _in_backward_of_fsdp(model, model.saved)
+    return _needed_sharded(model, shards, in_backward)
+
+
+def _needed_by_fsdp(model: ModelBytes, shards: int) -> float:
+    """Return the bytes under fsdp that gathers a unit while it gathers the next one."""
+    gathered = model.outside_units + 2 * model.largest_unit
+    # Backward frees what is saved while shards of gradients come.
+    held = max(model.saved, model.gradients / shards)
+    return _needed_sharded(model, shards, gathered + _in_backward_of_fsdp(model, held))
+
+
+def _in_backward_of_fsdp(model: ModelBytes, held: float) -> float:
+    """Return what is held in backward, the gradients of one unit, and the message that has them."""
+    in_units = held + 2 * max(model.outside_units, model.largest_unit)
+    # A model that is one unit holds no more than under ddp.
+    return min(in_units, model.backward)
+
+
+def _needed_sharded(model: ModelBytes, shards: int, in_backward: float) -> float:
+    at_end = model.gradients / shards + model.restored
+    return (model.parameters + model.optimizer_state) / shards + max(in_backward, at_end)
+
+
+def choose(name: str, model: ModelBytes, needed: Mapping[Candidate, float]) -> Candidate:
+    """Return the first candidate that fits.
+
+    Args:
+        name: name of the model's class.
+        model: its bytes.
+        needed: what each candidate needs.
 
     Raises:
         ConfigError: none fits.
     """
-    found, most = _predicted(facts, n, in_node, devices), facts["memory"] * USABLE
-    fitting = [each for each in found if each.memory_bytes <= most]
-    if not fitting:
-        nearest = min(found, key=lambda each: each.memory_bytes)
-        held, gradients, state, saved = (facts[each] / _GIB for each in _PARTS)
-        raise ConfigError(
-            f"{model} fits no engine of backend='auto'; the nearest is {nearest}",
-            why=f"this is {(nearest.memory_bytes - most) / _GIB:.3f} GiB more than 90 % of a device's memory; of the "
-            f"whole model, in GiB: parameters {held:.3f}, gradients {gradients:.3f}, optimizer state {state:.3f}, "
-            f"saved for backward {saved:.3f}",
-            fix="make the optimizer before the block, else two tensors per parameter count; save less for backward, by "
-            "a smaller batch or torch.utils.checkpoint in the model; or use more devices, "
-            "FSDPBackend(cpu_offload=True), or process_per='node', where balanced can divide the model",
-        )
-    best = min(fitting, key=lambda each: each.step_s)
-    table = f"{model}: engines of backend='auto', with {most / _GIB:.3f} GiB to use on a device\n"
-    for each in found:
-        table += f"  {each}  ({'chosen' if each is best else 'slower' if each in fitting else 'does not fit'})\n"
-    rest = "ddp is one device of each process" if devices > 1 else "process_per='node' compares dp and balanced"
-    return best._replace(table=f"{table}  ({rest})")
+    for candidate, size in needed.items():
+        # Less, because the usable memory may be infinite: it is not always known.
+        if size < model.usable:
+            return candidate
+    nearest = min(needed, key=lambda candidate: needed[candidate])
+    raise ConfigError(
+        f"{name} fits no engine of backend='auto'; the nearest is {nearest}, which needs "
+        f"{_size(needed[nearest])} on a device",
+        why=f"nine tenths of a device's memory are {_size(model.usable)}; of the whole model, "
+        f"parameters take {_size(model.parameters)}, gradients {_size(model.gradients)}, "
+        f"optimizer state {_size(model.optimizer_state)}, and what is saved for backward "
+        f"{_size(model.saved)}",
+        fix="make the optimizer before the block, else two tensors per parameter count; save less "
+        "for backward, by a smaller batch or torch.utils.checkpoint in the model; or use more "
+        "devices, FSDPBackend(cpu_offload=True), or backend='balanced', which divides the model "
+        "over the devices of one process",
+    )
 
 
-def saved_choices(path: str | None) -> dict[str, Choice]:
-    """Return the choices in a file: what was chosen for -> the choice."""
-    text = Path(path).read_text() if path and Path(path).exists() else "{}"
-    try:
-        return {key: Choice(*each) for key, each in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"AutoBackend(plan={path!r})",
-            why=f"the file holds no choices that this version has written ({error})",
-            fix="delete it, or name another file",
-        ) from None
+def reason(
+    name: str, model: ModelBytes, needed: Mapping[Candidate, float], chosen: Candidate
+) -> str:
+    """Return one line that says why a candidate was chosen; arguments as for `choose`."""
+    sizes = [f"{candidate} {_size(size)}" for candidate, size in needed.items()]
+    line = (
+        f"{name}: backend='auto' has chosen {chosen}, the first of these that fits into "
+        f"{_size(model.usable)} of a device: {', '.join(sizes)}"
+    )
+    if math.isinf(model.backward):
+        line += f" (not all that forward saves is counted: {model.why_unmeasured})"
+    return line
+
+
+def _size(size: float) -> str:
+    return "unknown bytes" if math.isinf(size) else size_text(size)
