@@ -275,6 +275,14 @@ OF_TORCH = (
     ),
     Change(
         what="`torch.compiler` runs eagerly",
+        where="torch_patches/compile.py",
+        names=("torch.compiler.set_stance",),
+        why="auto: the model would not be compiled after its measured forward",
+        lasts="a forward",
+        test="tests/worlds/test_auto.py::test_compiled_programs_train",
+    ),
+    Change(
+        what="`torch.compiler` runs eagerly",
         where="backends/balanced/planner.py",
         names=("torch.compiler.set_stance",),
         why="balanced: a compiled model compiles for plans",

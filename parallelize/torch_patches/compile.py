@@ -8,7 +8,11 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+
+_Result = TypeVar("_Result")
 
 
 @functools.cache
@@ -25,6 +29,24 @@ def exclude_package() -> None:
 
     trace_rules: Any = torch._dynamo.trace_rules
     trace_rules.add(__name__.partition(".")[0])
+
+
+def run_uncompiled(call: Callable[[], _Result]) -> _Result:
+    """Run a function, and compile nothing: neither the code that it calls, nor compiled modules.
+
+    Dynamo gives up a frame for good that it has met under a TorchDispatchMode (see operations.py).
+    A model whose first forward is measured under such a mode would not be compiled afterwards.
+    """
+
+    def run() -> _Result:
+        # The stance is for modules in the model that the user has compiled.
+        with torch.compiler.set_stance("force_eager"):
+            return call()
+
+    # A compiled function may have called the model. In it, torch refuses to change the stance,
+    # until compilation is disabled (torch/_dynamo/eval_frame.py, _set_stance).
+    uncompiled: Callable[[], _Result] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]  # torch's
+    return uncompiled()
 
 
 def traceable(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -78,19 +78,24 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor | N
 
 
 def train(
-    backend: Any, *, is_made_inside: bool = False, steps: int = 3, kind: Any = torch.optim.AdamW, depth: int = 4
+    backend: Any,
+    *,
+    is_made_inside: bool = False,
+    kind: Any = torch.optim.AdamW,
+    depth: int = 4,
+    restore: bool = True,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the trained state with the numbers drawn next, and what was logged."""
     torch.manual_seed(7 + rank())
     model = Net(depth)
     made = None if is_made_inside else kind(model.parameters())
-    with logged() as lines, parallel_model(model, backend=backend, buffers="rank0"):
+    with logged() as lines, parallel_model(model, backend=backend, buffers="rank0", restore=restore):
         optimizer = made or kind(model.parameters())
         if rank() == 0 or not isinstance(backend, AutoBackend):  # rank 0 alone before the choice
             with torch.no_grad():
                 model.eval()(torch.ones(2, WIDTH))
         model.train()
-        for _ in range(steps):
+        for _ in range(3):
             step(model, optimizer)
         drawn = torch.rand(3)
     return {**model.state_dict(), "drawn": drawn}, lines
@@ -142,7 +147,7 @@ def test_one_line_says_what_was_chosen_and_why() -> None:
     choice, start = lines
     assert choice == (
         "Net: backend='auto' has chosen fsdp reshard_after_forward=False, the first of these that fits into 4.3 MiB "
-        "of a device: ddp 5.2 MiB, fsdp reshard_after_forward=False 3.5 MiB, fsdp 3.0 MiB"
+        "of a device: ddp 5.1 MiB, fsdp reshard_after_forward=False 3.4 MiB, fsdp 3.1 MiB"
     )
     assert "backend='auto' has chosen fsdp reshard_after_forward=False" in start
 
@@ -152,7 +157,7 @@ def test_a_model_that_fits_nowhere_is_told_what_is_missing() -> None:
     with pytest.raises(ConfigError) as caught:
         distributed(processes=2)(train)(AutoBackend(memory=3_000_000))
     (fault,) = caught.value.faults
-    assert fault.what == "Net fits no engine of backend='auto'; the nearest is fsdp, which needs 3.0 MiB on a device"
+    assert fault.what == "Net fits no engine of backend='auto'; the nearest is fsdp, which needs 3.1 MiB on a device"
     assert fault.why.startswith("nine tenths of a device's memory are 2.6 MiB; of the whole model, parameters take 1.0")
     assert all(part in fault.why for part in ("gradients 1.0", "optimizer state 2.1", "saved for backward "))
     assert all(word in fault.fix for word in ("smaller batch", "checkpoint", "more devices", "balanced"))
@@ -214,7 +219,7 @@ def test_parameters_that_do_not_fit_with_gradients_are_sharded_at_once() -> None
         model = Net(depth=24)
         size = sum(each.nbytes for each in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with logged() as lines, parallel_model(model, backend=AutoBackend(memory=int(1.8 * size)), restore=False):
+        with logged() as lines, parallel_model(model, backend=AutoBackend(memory=int(1.5 * size)), restore=False):
             step(model, optimizer)
         return lines, model.calls
 
@@ -298,7 +303,16 @@ def test_a_forward_that_cannot_be_measured_like_others(kind: str, engine: str) -
     torch.testing.assert_close(weight, distributed(processes=2)(run)("ddp")[1])
 
 
-@pytest.mark.parametrize("compiles", ["the model", "a function that calls it"])
+class Tanh(nn.Module):
+    """A part of a model that torch.compile does not skip, as it skips torch's own modules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+
+# torch itself reads `.grad` of an output when it compiles what follows the model.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("compiles", ["the model", "a part", "a function that calls it"])
 def test_compiled_programs_train(compiles: str) -> None:
     """A step that is compiled may be the first; from the choice on, forward is compiled as under ddp."""
 
@@ -310,14 +324,16 @@ def test_compiled_programs_train(compiles: str) -> None:
             graphs.append(len(inputs))
             return graph.forward
 
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        model = nn.Sequential(nn.Linear(6, 8), Tanh(), nn.Linear(8, 3))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         called = torch.compile(model, backend=compiler) if compiles == "the model" else model
 
         def loss_of(x: torch.Tensor) -> torch.Tensor:
             return called(x).square().mean()
 
-        if compiles != "the model":
+        if compiles == "a part":
+            model[1].compile(backend=compiler)
+        if compiles == "a function that calls it":
             loss_of = torch.compile(loss_of, backend=compiler)
         with parallel_model(model, backend=backend):
             for _ in range(3):
@@ -360,9 +376,9 @@ def test_two_nodes_of_two_processes_choose_alike(tmp_path: Path) -> None:
         "import torch\n"
         "from worlds.test_auto import chosen, train\n"
         "from parallelize import AutoBackend, distributed\n"
-        "backend = AutoBackend(memory=6_300_000)\n"
-        "kind = torch.optim.SGD\n"
-        "print(chosen(distributed(processes=2, num_nodes=2)(train)(backend, kind=kind, depth=16, is_made_inside=False)[1]))\n"
+        "run = distributed(processes=2, num_nodes=2)(train)\n"
+        "_, lines = run(AutoBackend(memory=6_100_000), kind=torch.optim.SGD, depth=16, restore=False)\n"
+        "print(lines[0])\n"
     )
     outputs = outputs_of_ranks(script, world_size=4, per_node=2)
-    assert outputs[0] == "[\"fsdp shard_over='node'\"]\n"
+    assert "has chosen fsdp shard_over='node'," in outputs[0]

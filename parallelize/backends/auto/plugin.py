@@ -34,6 +34,7 @@ from parallelize.cluster.world import World
 from parallelize.plugins.base import Arguments, Backend, Engine, Inner
 from parallelize.plugins.options import Parse, bytes_of_device
 from parallelize.plugins.registry import find
+from parallelize.torch_patches.compile import run_uncompiled
 from parallelize.torch_patches.transforms import refuse_transform
 
 _log = logging.getLogger("parallelize")
@@ -135,8 +136,10 @@ class _AutoEngine(Engine):
         )
         # Under ddp, a gradient is copied to the message in which it is sent to other ranks.
         copies = min(2, self._world.world_size)
-        forward = measure_forward(
-            self._inner, inputs, devices=self._devices, gradient_copies=copies
+        forward = run_uncompiled(
+            lambda: measure_forward(
+                self._inner, inputs, devices=self._devices, gradient_copies=copies
+            )
         )
         # Memory that the libraries have taken for their first operations is no longer free.
         counted = dataclasses.replace(self._count(), saved=forward.saved, backward=forward.backward)
