@@ -56,8 +56,13 @@ def _record(library: Any) -> None:
 
     def dump_fr_trace(*args: Any, **kwargs: Any) -> bytes:
         trace = pickle.loads(of_gloo(*args, **kwargs))
-        entries = trace.get("entries", ())
-        trace["entries"] = [each for each in entries if not each["process_group"][0].startswith(CARRIER)]
+        entries = []
+        for entry in trace.get("entries", ()):
+            name, _ = entry["process_group"]
+            # The recorder of torch 2.13 has no name for a carrier, and has one for any other group.
+            if name and not name.startswith(CARRIER):
+                entries.append(entry)
+        trace["entries"] = entries
         return pickle.dumps(trace)
 
     torch._C._distributed_c10d._dump_nccl_trace = dump_nccl_trace

@@ -108,6 +108,16 @@ def test_a_call_that_is_under_no_test_of_the_rank(names: tuple[str, str]) -> Non
     )
 
 
+def test_a_read_of_a_gpu_is_no_call_of_every_rank() -> None:
+    """A line such as `print(loss.item())` may be under a test of the rank."""
+    states = {
+        0: state(0, "backward"),
+        1: state(1, "item", wait_kind=WaitKind.READ, statements=[TEST]),
+    }
+    assert advice_on(states) is None
+    assert places_of(states)[1] == "waits at a.py:1 in item (all_gather)"
+
+
 def test_ranks_that_differ_in_nothing_known_get_no_advice() -> None:
     """No cause is guessed."""
     assert advice_on({rank: state(rank, "all_reduce") for rank in (0, 1)}) is None
