@@ -97,15 +97,15 @@ class MainThread:
         position = self._position_now()
         if position != self._position:
             self._position, self._since_s = position, time.monotonic()
-        has_moved = time.monotonic() - self._since_s < WAITS_AFTER_S
+        is_still = time.monotonic() - self._since_s >= WAITS_AFTER_S
         self._read = None
-        if not has_moved and not is_in_call:
+        if is_still and not is_in_call:
             self._read = self._read_of_device()
         self.is_held = is_in_call or self._read is not None
         self.status = RankStatus.RUNNING
         if is_debugged:
             self.status = RankStatus.STOPPED
-        elif not has_moved and (self.is_held or _has_pending_collective()):
+        elif is_still and (self.is_held or _has_pending_collective()):
             self.status = RankStatus.WAITING
 
     def _what_holds(self, stack: Stack) -> tuple[bool, bool]:
@@ -161,7 +161,7 @@ class MainThread:
         return self._values_of_rank_0.awaited_by(self._number)
 
     def _position_now(self) -> object:
-        """Return the position of the thread."""
+        """Return the position of the thread: two positions are equal if it has not moved."""
         awaited, progress_of_groups = self._awaited(), progress()
         # A thread that waits for a value of rank 0 looks for it again and again.
         if awaited is not None:
@@ -184,16 +184,16 @@ class MainThread:
         self._has_failed, self.status, self.is_held = True, RankStatus.WAITING, False
 
     def state(self, rank: int, *, since: int, answers: int, facts: Any) -> RankState:
-        """Return the state of this rank.
+        """Return the state of this rank, for a question.
 
         Args:
-            rank: the rank.
-            since: as for `RankState`, as are the others.
-            answers: see there.
-            facts: see there.
+            rank: number of this rank.
+            since: number of the question with which its wait began; 0: it does not wait.
+            answers: number of the question.
+            facts: what `on_look` has returned.
         """
-        # The recorder is read before the stack is looked at, and the position after both: a
-        # collective that has ended meanwhile has changed it.
+        # The recorder is read before the stack, and the position after both. If the collective
+        # ends meanwhile, the position is another one, and the rank does not count as blocked.
         collectives = latest_collectives(self._began_ns)
         stack = self.frames()
         self._describe_wait_in(collectives, stack)

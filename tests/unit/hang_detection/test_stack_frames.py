@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
-from parallelize.hang_detection.stack_frames import call_site_in, has_other_active_threads
+from parallelize.hang_detection.stack_frames import call_site_in, has_other_active_threads, traceback_of
 
 
 def test_printed_tracebacks_are_parsed_in_both_orders() -> None:
@@ -20,6 +22,25 @@ def test_printed_tracebacks_are_parsed_in_both_orders() -> None:
     printed = f'Traceback:\n  File "/home/a/train.py", line 4, in train\n  {torch_line}\nRuntimeError'
     dumped = "(most recent call first):\n  " + torch_line.replace(", in", " in") + '\n  File "/a/train.py", line 9 in f'
     assert [call_site_in(text) for text in (printed, dumped, "")] == ["train.py:4", "train.py:9", ""]
+
+
+def stack_here() -> list[tuple[FrameType, int]]:
+    return [*traceback.walk_stack(sys._getframe())]
+
+
+def call(function: Callable[[], list[tuple[FrameType, int]]]) -> list[tuple[FrameType, int]]:
+    return function()
+
+
+def test_a_traceback_begins_below_who_has_called_the_users_function() -> None:
+    """What has started the process is nothing to a user."""
+    trace = traceback_of(call(stack_here), call.__code__)
+    assert [frame.name for frame in traceback.extract_tb(trace)] == ["stack_here"]
+    whole = traceback_of(stack_here(), None)
+    assert [frame.name for frame in traceback.extract_tb(whole)][-2:] == [
+        "test_a_traceback_begins_below_who_has_called_the_users_function",
+        "stack_here",
+    ]
 
 
 @pytest.fixture
