@@ -2,7 +2,8 @@
 
 Three backends run a model on parts of a batch: "balanced" on micro-batches, one after another
 through a pipeline; ddp with `logical=` on as many parts as it says; "dp" on the share of each
-device. They agree on what a batch is, and differ in what they do with a value that has no parts:
+device. They agree on what a batch is, and differ in what they do with a value that has no parts
+(`gathered_outputs` of "dp" is in dp_engine.py):
 
     inputs      divided                         other tensors and values
     balanced    along `batch_dim`               go to each part
@@ -289,15 +290,19 @@ def joined_dims(whole: Any, part: Any) -> Dims:
     """
     dims: list[int | None] = []
     for leaf, leaf_of_part in zip(leaves(whole), leaves(part), strict=False):
-        dim_of_samples = None
-        if isinstance(leaf, torch.Tensor) and isinstance(leaf_of_part, torch.Tensor):
-            lengths = zip(leaf.shape, leaf_of_part.shape, strict=False)
-            for dim, (length, length_of_part) in enumerate(lengths):
-                if length != length_of_part:
-                    dim_of_samples = dim
-                    break
-        dims.append(dim_of_samples)
+        dims.append(_first_unequal_dim(leaf, leaf_of_part))
     return dims
+
+
+def _first_unequal_dim(leaf: Any, leaf_of_part: Any) -> int | None:
+    """Return the first dimension in which two tensors have other lengths; None: there is none."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(leaf_of_part, torch.Tensor):
+        return None
+    lengths = zip(leaf.shape, leaf_of_part.shape, strict=False)
+    for dim, (length, length_of_part) in enumerate(lengths):
+        if length != length_of_part:
+            return dim
+    return None
 
 
 def joined_outputs(
@@ -316,7 +321,7 @@ def joined_outputs(
     if unequal is not None:
         return unequal
     joined = []
-    columns = zip(dims, _columns_of(outputs), strict=True)
+    columns = zip(dims, columns_of(outputs), strict=True)
     for position, (dim, column) in enumerate(columns):
         leaf = _joined_leaf(position, dim, column, batch, device)
         if isinstance(leaf, WholeReason):
@@ -463,7 +468,7 @@ def joined_parts(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         ConfigError: an output differs between the parts, and has no row for each sample.
     """
     joined = []
-    for column in _columns_of(outputs):
+    for column in columns_of(outputs):
         first = column[0]
         if _have_rows(column, sizes):
             joined.append(torch.cat(column))
@@ -510,59 +515,10 @@ def _sum_of_pair(pair: Sequence[torch.Tensor]) -> torch.Tensor:
     return pair[0] if len(pair) == 1 else pair[0] + pair[1]
 
 
-# Outputs of dp.
-
-
-def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: torch.device) -> Any:
-    """Return the output of a batch that several devices have computed, on one device.
-
-    Tensors are concatenated along their first dimension. 0-dim floating-point tensors add up to the
-    loss of the batch: means are weighted by the number of their targets, sums are added, and others
-    are averaged by samples. Other 0-dim tensors are stacked, one value for each device. Values that
-    are no tensors are taken from the first device.
-
-    Args:
-        outputs: of each device, in containers of the same structure.
-        inputs: of each device, in any containers.
-        device: device of the result.
-
-    Raises:
-        ConfigError: the devices return different numbers of values.
-    """
-    counts = [len(leaves(output)) for output in outputs]
-    if len(set(counts)) > 1:
-        raise ConfigError(
-            f"forward returns {' and '.join(map(str, counts))} values on different devices",
-            why="the outputs of several devices are joined value by value",
-            fix="return tensors whose first dimension counts samples, or use backend='ddp'",
-        )
-    samples = [_count_of_samples(inputs_of_device) for inputs_of_device in inputs]
-    gathered = []
-    for column in _columns_of(outputs):
-        first = column[0]
-        if not all(isinstance(leaf, torch.Tensor) for leaf in column):
-            gathered.append(first)
-        elif first.dim() == 0 and first.is_floating_point():
-            weights, count = join_weights(column, samples=samples, inputs=inputs[0])
-            gathered.append(summed_loss(column, weights, count, device))
-        else:
-            tensors = [leaf.to(device, non_blocking=True) for leaf in column]
-            gathered.append(torch.cat(tensors) if first.dim() else torch.stack(tensors))
-    return with_leaves(outputs[0], gathered)
-
-
-def _count_of_samples(inputs: Any) -> int:
-    """Return the length of the first tensor that has dimensions; 1: there is none."""
-    for leaf in leaves(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return len(leaf)
-    return 1
-
-
 # What the backends share.
 
 
-def _columns_of(outputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def columns_of(outputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Return the leaves at each position of the outputs of all parts.
 
     Args:

@@ -129,7 +129,10 @@ def place(module: nn.Module, device: torch.device) -> None:
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor to a device: the object stays the same."""
+    """Move a tensor to a device, with its gradient: the object stays the same.
+
+    An optimizer and the user's code hold the object.
+    """
     tensor.data = tensor.data.to(device)
     if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
         tensor.grad = tensor.grad.to(device)
@@ -194,6 +197,8 @@ def _data_group() -> tuple[Any, int]:
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view in a dtype that can be concatenated on every device.
 
+    The bits of its elements are those of the tensor.
+
     On CUDA, `torch.cat` and `torch._foreach_copy_` lack some one-byte float types, unsigned
     integers and complex32.
     """
@@ -205,7 +210,13 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _broadcast(contiguous: torch.Tensor, *, group: Any, source: int) -> None:
-    """Broadcast from a rank, as bytes where process groups do not send the dtype."""
+    """Broadcast from a rank, as bytes where process groups do not send the dtype.
+
+    Args:
+        contiguous: a contiguous tensor, which is overwritten on the other ranks.
+        group: the ranks that take part.
+        source: the rank whose values are sent.
+    """
     if contiguous.dtype not in differentiable.NATIVE_DTYPES:
         contiguous = contiguous.view(torch.uint8)
     dist.broadcast(contiguous, src=source, group=group)
@@ -290,7 +301,10 @@ def _first_along(tensor: torch.Tensor, dimensions: Iterable[int]) -> torch.Tenso
 
 
 def _average(contiguous: torch.Tensor, *, group: Any) -> None:
-    """Overwrite a tensor with its mean over the ranks of a group."""
+    """Overwrite a tensor with its mean over the ranks of a group.
+
+    It is divided before the sum, which could overflow half precision.
+    """
     contiguous /= dist.get_world_size(group)
     dist.all_reduce(contiguous, group=group)
 

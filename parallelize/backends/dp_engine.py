@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from typing_extensions import override
 
-from parallelize.backends.batches import gathered_outputs
+from parallelize.backends.batches import columns_of, summed_loss
 from parallelize.errors import ConfigError
+from parallelize.gradients.target_counts import join_weights
 from parallelize.plugins.base import Inner, LocalEngine
-from parallelize.run.containers import leaves
+from parallelize.run.containers import leaves, with_leaves
 from parallelize.torch_patches.transforms import refuse_transform
 
 
@@ -88,3 +89,49 @@ class _DataParallel(DataParallel[Inner]):
         outputs_of_replicas, inputs_of_replicas = zip(*outputs, strict=True)
         device = torch.device(self.src_device_obj.type, int(self.output_device))
         return gathered_outputs(outputs_of_replicas, inputs_of_replicas, device=device)
+
+
+def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: torch.device) -> Any:
+    """Return the output of a batch that several devices have computed, on one device.
+
+    Tensors are concatenated along their first dimension. 0-dim floating-point tensors add up to the
+    loss of the batch: means are weighted by the number of their targets, sums are added, and others
+    are averaged by samples. Other 0-dim tensors are stacked, one value for each device. Values that
+    are no tensors are taken from the first device.
+
+    Args:
+        outputs: of each device, in containers of the same structure.
+        inputs: of each device, in any containers.
+        device: device of the result.
+
+    Raises:
+        ConfigError: the devices return different numbers of values.
+    """
+    counts = [len(leaves(output)) for output in outputs]
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"forward returns {' and '.join(map(str, counts))} values on different devices",
+            why="the outputs of several devices are joined value by value",
+            fix="return tensors whose first dimension counts samples, or use backend='ddp'",
+        )
+    samples = [_count_of_samples(inputs_of_device) for inputs_of_device in inputs]
+    gathered = []
+    for column in columns_of(outputs):
+        first = column[0]
+        if not all(isinstance(leaf, torch.Tensor) for leaf in column):
+            gathered.append(first)
+        elif first.dim() == 0 and first.is_floating_point():
+            weights, count = join_weights(column, samples=samples, inputs=inputs[0])
+            gathered.append(summed_loss(column, weights, count, device))
+        else:
+            tensors = [leaf.to(device, non_blocking=True) for leaf in column]
+            gathered.append(torch.cat(tensors) if first.dim() else torch.stack(tensors))
+    return with_leaves(outputs[0], gathered)
+
+
+def _count_of_samples(inputs: Any) -> int:
+    """Return the length of the first tensor that has dimensions; 1: there is none."""
+    for leaf in leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return len(leaf)
+    return 1

@@ -10,7 +10,8 @@
     attributes   of each module, as they were; lists, dicts and sets among them with their items
     generators   the states of the global ones, and of torch.Generators that are attributes
 
-A forward that runs again after `restore` draws the same numbers, and sees the same state.
+A forward that runs again after `restore` draws the same numbers, and sees the same state. What
+forward changes elsewhere, such as a file or a global variable, is not seen and not put back.
 """
 
 from __future__ import annotations
@@ -108,15 +109,7 @@ class ModelState:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         for module in nn.Module.modules(model):
-            attributes = vars(module)
-            self._attributes.append((attributes, dict(attributes)))
-            for value in attributes.values():
-                # The parameters, buffers and submodules of a module are in such containers.
-                if type(value) in _CONTAINER_TYPES:
-                    former_items = copy.copy(value)
-                    self._containers.append((value, former_items))
-                elif isinstance(value, torch.Generator):
-                    self._generators.append((value, value.get_state()))
+            self._save_attributes(module)
         self._values = self._values_by_name()
         self._identities: dict[str, object] = {}
         for name, value in self._values.items():
@@ -129,6 +122,20 @@ class ModelState:
             self._buffers.append(_SavedTensor(buffer, former_values))
         # By name: parameters and buffers to which forward has written in `watching`.
         self._written: dict[str, _SavedTensor] = {}
+
+    def _save_attributes(self, module: nn.Module) -> None:
+        """Copy the attributes of a module, without the modules in it."""
+        attributes = vars(module)
+        former_attributes = dict(attributes)
+        self._attributes.append((attributes, former_attributes))
+        for value in attributes.values():
+            # The parameters, buffers and submodules of a module are in such containers.
+            if type(value) in _CONTAINER_TYPES:
+                former_items = copy.copy(value)
+                self._containers.append((value, former_items))
+            elif isinstance(value, torch.Generator):
+                state = value.get_state()
+                self._generators.append((value, state))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -154,11 +161,17 @@ class ModelState:
                     self._written[name] = _SavedTensor(tensor, former)
 
     def draws(self) -> bool:
-        """Whether random numbers were drawn from the global generators."""
+        """Whether random numbers were drawn from the global generators.
+
+        They were, if dropout has run in training mode.
+        """
         return self._global_generators.has_changed()
 
     def changed(self) -> list[str]:
-        """Return the names of the attributes and tensors that have changed."""
+        """Return the names of the attributes and tensors that have changed.
+
+        Tensors are those that `watching` has seen. Generators are not among the names.
+        """
         names = []
         for name, value in self._values_by_name().items():
             if self._identities.get(name) != _identity(value):
@@ -184,7 +197,10 @@ class ModelState:
         self._global_generators.restore()
 
     def _values_by_name(self) -> dict[str, Any]:
-        """Return the parameters, buffers, and the attributes that torch does not set."""
+        """Return the parameters, buffers, and the attributes that torch does not set.
+
+        A name is the path of the module and that of the attribute, such as "layers.0.calls".
+        """
         values: dict[str, Any] = {}
         for path, module in nn.Module.named_modules(self._model):
             for attribute, value in vars(module).items():

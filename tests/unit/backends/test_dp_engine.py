@@ -14,8 +14,7 @@ from torch import nn
 from zoo import ModelOutput
 
 from parallelize import ConfigError
-from parallelize.backends.batches import gathered_outputs
-from parallelize.backends.dp_engine import data_parallel
+from parallelize.backends.dp_engine import data_parallel, gathered_outputs
 from parallelize.gradients.target_counts import LossCount, loss_counts
 from parallelize.plugins.base import Inner, Session
 

@@ -57,7 +57,7 @@ class Counting(nn.Module):
         self.seen: list[int] = []
         self.cache: dict[str, torch.Tensor] = {}
 
-    def parameters(self, learning_rate: float) -> list[dict[str, Any]]:  # type: ignore[override]
+    def parameters(self, learning_rate: float) -> list[dict[str, Any]]:
         return [{"params": list(self.layer.parameters()), "lr": learning_rate}]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
