@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import platform
 import statistics
@@ -89,26 +90,40 @@ LOADS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
-def seconds(call: Callable[..., None], path: Path, training_state: TrainingState) -> float:
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one call took.
+
+    Args:
+        elapsed_s: seconds until it returned.
+        processor_s: seconds of processor time of all threads, which other load of the machine changes little.
+    """
+
+    elapsed_s: float
+    processor_s: float
+
+
+def cost(call: Callable[..., None], path: Path, training_state: TrainingState) -> Cost:
     os.sync()  # flush dirty pages that an earlier call has left
     wait_for_device()
-    started = time.monotonic()
+    started, processor_started = time.monotonic(), time.process_time()
     call(path, *training_state)
     wait_for_device()
-    return time.monotonic() - started
+    return Cost(time.monotonic() - started, time.process_time() - processor_started)
 
 
-def measure(megabytes: int, rounds: int) -> dict[str, list[float]]:
-    training_state, taken = state(megabytes), {name: [] for name in (*SAVES, *LOADS)}
+def measure(megabytes: int, rounds: int) -> dict[str, list[Cost]]:
+    training_state = state(megabytes)
+    costs: dict[str, list[Cost]] = {name: [] for name in (*SAVES, *LOADS)}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for name, call in SAVES.items():
                 path = Path(folder) / name
                 path.unlink(missing_ok=True)
-                taken[name].append(seconds(call, path, training_state))
+                costs[name].append(cost(call, path, training_state))
             for name, (call, written_by) in LOADS.items():
-                taken[name].append(seconds(call, Path(folder) / written_by, training_state))
-    return taken
+                costs[name].append(cost(call, Path(folder) / written_by, training_state))
+    return costs
 
 
 def stalls(megabytes: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
@@ -173,15 +188,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    taken = measure(arguments.megabytes, arguments.rounds)
+    costs = measure(arguments.megabytes, arguments.rounds)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {_DEVICE.type}"
     print(f"{arguments.megabytes} MB, {arguments.rounds} rounds, {machine}, ", end="")
     print(f"Python {platform.python_version()}, torch {torch.__version__}\n")
-    print("| | median / least | of plain torch |\n|---|---|---|")
-    for name, each in taken.items():
-        plain = taken["torch.load" if name in LOADS else "torch.save"]
-        ratio = statistics.median(each) / statistics.median(plain)
-        print(f"| {name} | {statistics.median(each):.2f} / {min(each):.2f} s | {ratio:.2f}x |")
+    print("| | median / least | of plain torch | processor time | of plain torch |\n|---|---|---|---|---|")
+    for name, costs_of_name in costs.items():
+        plain_name = "torch.load" if name in LOADS else "torch.save"
+        elapsed = [each.elapsed_s for each in costs_of_name]
+        plain = statistics.median(each.elapsed_s for each in costs[plain_name])
+        cells = f"{statistics.median(elapsed):.2f} / {min(elapsed):.2f} s | {statistics.median(elapsed) / plain:.2f}x"
+        processor = statistics.median(each.processor_s for each in costs_of_name)
+        plain_processor = statistics.median(each.processor_s for each in costs[plain_name])
+        print(f"| {name} | {cells} | {processor:.2f} s | {processor / plain_processor:.2f}x |")
 
     print("\n| | holds the loop, median / least | of torch.save | a step while it writes |\n|---|---|---|---|")
     held = stalls(arguments.megabytes, arguments.rounds)
