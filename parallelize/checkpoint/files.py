@@ -339,20 +339,17 @@ def new_shard_folder(path: Path, *, sharded: bool | None, has_shards: bool) -> s
     names = []
     if path.is_dir():
         names = [entry.name for entry in path.iterdir()]
-    if sharded is not None:
-        is_folder = sharded
-    elif path.is_file():
-        is_folder = False
-    else:
-        is_folder = has_shards or bool(names)
-    form = "file"
-    if path.is_dir():
-        form = "folder"
     for name in names:
         if not name.startswith((MAIN_FILE, SHARD_PREFIX, f".{MAIN_FILE}.")):
             raise _path_error(path, f"folder that contains {name}")
-    if path.exists() and is_folder != path.is_dir():
-        raise _path_error(path, form)
+    is_folder = sharded
+    if is_folder is None:
+        # An empty folder holds no checkpoint, whose form would be kept.
+        is_folder = (has_shards or bool(names)) and not path.is_file()
+    if path.exists() and not path.is_dir() and is_folder:
+        raise _path_error(path, "file")
+    if path.is_dir() and not is_folder:
+        raise _path_error(path, "folder")
     if not is_folder:
         return ""
     return SHARD_PREFIX + secrets.token_hex(4)

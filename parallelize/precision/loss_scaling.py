@@ -232,7 +232,7 @@ class LossScaling:
             run(backward_pass)
             return
         _refuse(backward_pass)
-        self._end_iteration()
+        self._judge_missing_step()
         self._set_leaves(leaves_of_no_model)
         scale = self.updated_scale().state["scale"]
         for gradients in _gradients(chain.from_iterable(self._leaves.values())).values():
@@ -352,11 +352,16 @@ class LossScaling:
             self._uncounted = set()
         return self._scale
 
-    def _end_iteration(self) -> None:
-        """Find out why no optimizer has stepped after a backward pass with inf.
+    def _judge_missing_step(self) -> None:
+        """Before a pass, find out why no optimizer has stepped since a pass with inf.
+
+            the weights have inf now          the user has updated them without an optimizer
+            the gradients are dropped         the user's loop has found the inf, and skips the step
+                                              itself: the scale shrinks, as after a skipped step
+            the gradients are still there     the loop accumulates: the step is to come
 
         Raises:
-            ConfigError: the user has updated the weights without an optimizer.
+            ConfigError: the weights have been updated without an optimizer.
         """
         if self._has_stepped or not self._flags.have_inf(self._parameters):
             return
@@ -370,7 +375,6 @@ class LossScaling:
                 "use one of torch.optim, or ",
             )
         if not _gradients(leaves):
-            # The loop has dropped them: it checks gradients itself.
             self._scale.update(has_inf=True)
 
 
