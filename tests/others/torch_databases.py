@@ -28,7 +28,7 @@ def imported(name: str) -> Any:
     torch's test helpers import `expecttest`, which torch does not require, for a base class of their test cases.
     They also forbid to set flags such as `torch.backends.cudnn.benchmark` for the rest of the process.
     """
-    if importlib.util.find_spec("expecttest") is None:
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stand_in: Any = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stand_in
