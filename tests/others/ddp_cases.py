@@ -17,7 +17,7 @@ class Reason(enum.Enum):
     PRETENDED_DEVICE = (
         "the pretended CUDA lacks what the case needs, also with torch's own class; it has to pass on GPUs"
     )
-    INSIDES = "it reads the insides of DDP: its reducer, buckets, log, or the wording of its own warnings"
+    INSIDES = "it reads the insides of DDP: its reducer, buckets, collectives, log, or own warnings"
     IGNORED_PARAMETERS = "it hides parameters from DDP: parallel_model has no such list, a part of a model has a block"
     HOOKS = "it gives DDP a hook that reads buckets or buffers: parallel_model has `comm_hook=` and `buffers=` instead"
     JOIN = "its ranks have unequal numbers of batches: shard_loader makes them equal, by `tail=`"
@@ -124,7 +124,7 @@ ENDS: Mapping[str, End] = {
         Reason.PRETENDED_DEVICE, "softmax with half to float conversion is not supported on CPU"
     ),
     "test_ddp_compile_static_graph": End(Reason.PRETENDED_DEVICE, "Cannot find a working triton installation"),
-    "test_ddp_profiling_torch_profiler": End(Reason.PRETENDED_DEVICE, "Expected 6 but got 0"),
+    "test_ddp_profiling_torch_profiler": End(Reason.INSIDES, "Expected 6 but got 0"),
     "test_ddp_bucket_cap_mb_list": End(Reason.INSIDES, "no bucket_cap_mb_list="),
     "test_ddp_broadcast_buffers_deprecation_warning": End(Reason.INSIDES, "0 not greater than 0"),
     "test_ddp_build_debug_param_to_name_mapping": End(Reason.INSIDES, "no attribute '_build_params_for_reducer'"),

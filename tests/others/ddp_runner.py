@@ -25,11 +25,14 @@ from typing import Any
 from typing_extensions import override
 
 RANKS = 2
+TIMEOUT_S = 1500
 
 # The suite reads these variables when it is imported.
 os.environ.setdefault("BACKEND", "gloo")
 os.environ["WORLD_SIZE"] = str(RANKS)
 os.environ["TEMP_DIR"] = tempfile.gettempdir()
+# A case that hangs fails; one on a busy machine does not.
+os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(TIMEOUT_S)
 # Without this, the question whether there are devices starts the driver, which a forked process cannot use.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
@@ -43,6 +46,7 @@ import torch  # noqa: E402  # after the variables
 from torch.testing._internal.distributed import distributed_test as suite  # noqa: E402  # after the variables
 
 SUITE = suite.DistributedTest._DistTestBase
+suite.default_pg_timeout = TIMEOUT_S
 
 
 class Cases(SUITE, suite.TestDistBackend):
@@ -51,6 +55,11 @@ class Cases(SUITE, suite.TestDistBackend):
     def setUp(self) -> None:
         super().setUp()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    @override
+    def _barrier(self, **_: Any) -> None:
+        """Wait for the other ranks, for longer than the ten seconds of the suite."""
+        suite.Barrier.sync(timeout=TIMEOUT_S)
 
 
 class Outcomes(unittest.TestResult):

@@ -87,7 +87,7 @@ def test_a_case_without_devices_passes(case: str, on_cpu: Mapping[str, Outcome])
 
 @pytest.mark.gpu2
 @needs_two_devices
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", PASSING)
 def test_a_case_passes(case: str, on_gloo: Mapping[str, Outcome]) -> None:
     """A case passes on gloo and two devices."""
@@ -96,7 +96,7 @@ def test_a_case_passes(case: str, on_gloo: Mapping[str, Outcome]) -> None:
 
 @pytest.mark.gpu2
 @needs_two_devices
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", ENDS)
 def test_a_case_ends_for_the_reason_of_the_table(case: str, on_gloo: Mapping[str, Outcome]) -> None:
     """A case that does not pass ends with the message of the table; one that begins to pass is reported."""
@@ -111,7 +111,7 @@ def test_a_case_ends_for_the_reason_of_the_table(case: str, on_gloo: Mapping[str
 
 @pytest.mark.gpu2
 @needs_two_devices
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", PASSING)
 def test_a_case_passes_on_nccl(case: str, on_nccl: Mapping[str, Outcome]) -> None:
     """A case that passes on gloo passes on NCCL, too, unless it is for gloo alone."""
