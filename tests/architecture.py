@@ -22,7 +22,6 @@ __all__ = [
     "MAX_CHANNELS",
     "MAX_FLOORS",
     "PACKAGE",
-    "PLAIN_ROOMS",
     "READING",
     "ROOMS",
     "ROOT",
@@ -34,7 +33,6 @@ __all__ = [
     "code_tokens",
     "cycles",
     "environment_access",
-    "exports",
     "files_at_top",
     "names_of_files",
     "plugin_imports",
@@ -127,12 +125,8 @@ ROOMS: Mapping[str, int] = {
     "worker": 7_792,
 }
 
-# All rooms are written plainly: their figures of reading stay within READING, and what is internal has an underscore, so
-# that they need no __all__.
-PLAIN_ROOMS = frozenset(ROOMS)
-
-# Figures of a plain room: code tokens a line; of a thousand code tokens: comprehensions, those in others or with two
-# loops, conditional expressions; of a hundred names: those that name nothing.
+# Figures that each room stays within: code tokens a line; of a thousand code tokens: comprehensions, those in others or
+# with two loops, conditional expressions; of a hundred names: those that name nothing.
 READING: Mapping[str, float] = {
     "tokens a line": 5.0,
     "comprehensions": 4.0,
@@ -347,10 +341,10 @@ def rooms(sources: Sources, most: Mapping[str, int] = ROOMS) -> list[str]:
     ]
 
 
-def reading(sources: Sources, plain_rooms: frozenset[str] = PLAIN_ROOMS) -> list[str]:
-    """Figures of plain rooms that are above READING, with what they are."""
+def reading(sources: Sources) -> list[str]:
+    """Figures of rooms that are above READING, with what they are."""
     faults = []
-    for room in sorted(plain_rooms):
+    for room in sorted({room_of(path) for path in sources}):
         texts = [text for path, text in sources.items() if room_of(path) == room]
         tokens = max(sum(map(code_tokens, texts)), 1)
         lines = sum(len(text.splitlines()) for text in texts)
@@ -523,26 +517,6 @@ def _exported(tree: ast.Module) -> list[str] | None:
 def _order(name: str) -> tuple[int, str]:
     """Sort key: constants, classes, functions, as in ruff's RUF022."""
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2), name
-
-
-def exports(sources: Sources) -> list[str]:
-    """Files whose __all__ is missing, unsorted, lists undefined names, or omits a public function or class."""
-    found = []
-    for path, text in sources.items():
-        if path.endswith("/__init__.py") or room_of(path) in PLAIN_ROOMS:
-            continue
-        tree = _parse(text)
-        listed = _exported(tree)
-        if listed is None:
-            found.append(f"{path} has no __all__")
-            continue
-        defined = {node.name for node in tree.body if isinstance(node, (*_FUNCTIONS, ast.ClassDef))}
-        public = {name for name in defined if not name.startswith("_")}
-        if listed != sorted(listed, key=_order):
-            found.append(f"{path}: __all__ is not sorted")
-        found += [f"{path}: {name} is public and not in __all__" for name in sorted(public - set(listed))]
-        found += [f"{path}: {name} of __all__ is not there" for name in sorted(set(listed) - defined - _assigned(tree))]
-    return found
 
 
 _TABLE = "_NAMES_BY_MODULE"

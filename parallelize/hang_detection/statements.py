@@ -29,8 +29,6 @@ from typing import NamedTuple
 from parallelize.cluster.code_owner import is_user_frame
 from parallelize.hang_detection.stack_frames import Stack
 
-__all__ = ["Statement", "StatementKind", "rank_test_here", "statements_around"]
-
 _NAMES_OF_RANK = frozenset(
     {
         *("rank", "get_rank", "local_rank", "global_rank", "RANK"),
