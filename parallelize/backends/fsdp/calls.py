@@ -420,9 +420,8 @@ def _run_on_rows(call: Call) -> Any:
 def _run_fused(call: Call) -> None:
     """Run the kernel of an optimizer with fused=True on rows.
 
-    The kernel computes each element from the same element of the parameter, the gradient and the
-    state. torch does not count versions for it: of what it had written to full tensors, nothing
-    would be known, and nothing would go back to the shards.
+    The kernel computes each element from the same element of its operands. torch counts no version
+    for it: what it had written to full tensors would not go back to the shards.
     """
     operands = (call.args, call.kwargs)
 
