@@ -485,7 +485,9 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
 
         Args:
             value: the mean over the samples that this process was given since `iter()`, or a list
-                or tensor with the mean of each of its batches.
+                or tensor with the mean of each of its batches; or a tensor with a value for each of
+                its samples, of which repeats are left out. The mean of such values has the same
+                bits at any number of processes, if the values have.
 
         Raises:
             ConfigError: some samples came twice, values are missing, or the loader has no indices.

@@ -13,6 +13,7 @@ its own order, which is compared first.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,28 +32,41 @@ def mean_over_samples(iterated: Pass, value: Any) -> float:
 
     Args:
         iterated: the latest pass of this process's loader.
-        value: the mean over its samples, or that of each of its batches.
+        value: the mean over its samples, or that of each of its batches, or a value for each
+            sample.
     """
     _require_order(iterated, "mean")
-    if iterated.split.has_repeats:
-        raise _repeats_error(iterated)
     sizes = [iterated.count_once(step) for step in range(iterated.steps)]
     with_repeats = sum(iterated.count(step) for step in range(iterated.steps))
     values = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().flatten()
     # One mean cannot leave out samples of weight 0, which are in whole batches of them.
     has_weightless = sum(sizes) not in (0, with_repeats)
-    if len(values) == len(sizes):
-        weights = sizes
-    elif len(values) == 1 and not has_weightless:
-        weights = [sum(sizes)]
-    else:
+    is_of_batches = len(values) == len(sizes)
+    is_of_process = len(values) == 1 and not has_weightless
+    is_of_samples = len(values) == with_repeats
+    if not (is_of_batches or is_of_process or is_of_samples):
         raise ConfigError(
             f"mean of {len(values)} values",
             why=f"this process was given {len(sizes)} batches since iter()",
-            fix="pass the mean over this process's samples, or that of each batch",
+            fix="pass the mean over this process's samples, or that of each batch, or a value for "
+            "each sample",
+        )
+    # In a process with one sample, a value may be any of the three. The others know which.
+    are_means = is_of_batches or is_of_process
+    may_be_of_samples, may_be_of_means = all_gather([is_of_samples, are_means])
+    if all(may_be_of_samples) and not all(may_be_of_means):
+        return _mean_of_rows(iterated, values)
+    if iterated.split.has_repeats:
+        raise _repeats_error(iterated)
+    if not all(may_be_of_means):
+        raise SyncError(
+            "mean of a value for each sample on some processes, and of means on others",
+            why="all processes average the same values",
+            fix="pass the same kind of values on every process",
         )
     # No error of this rank alone comes from here on: the others would wait in a collective.
     _steps_of_ranks(iterated, "mean")
+    weights = sizes if is_of_batches else [sum(sizes)]
     local = 0.0
     if sum(sizes):
         local = float(values @ values.new_tensor(weights))
@@ -64,6 +78,19 @@ def mean_over_samples(iterated: Pass, value: Any) -> float:
             fix="iterate the loader before",
         )
     return float(sum(totals) / sum(counts))
+
+
+def _mean_of_rows(iterated: Pass, values: Tensor) -> float:
+    """Return the mean of a value for each sample, without repeats.
+
+    The sum is exact, so that the mean has the same bits at any number of processes.
+
+    Args:
+        iterated: the latest pass of this process's loader.
+        values: of shape (N), for each sample that this process was given.
+    """
+    rows: list[float] = gathered(iterated, values).tolist()
+    return math.fsum(rows) / len(rows)
 
 
 def _repeats_error(iterated: Pass) -> ConfigError:

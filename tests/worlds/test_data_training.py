@@ -210,6 +210,31 @@ def results_of_an_unfinished_loop_are_gathered():
     assert (len(loader), loader.gather(torch.cat(seen)).tolist()) == (3 - rank(), list(range(8)))
 
 
+@pytest.mark.parametrize("tail", ["exact", "pad"])
+def test_a_value_for_each_sample_is_averaged_without_repeats(tail):
+    """Also in a process whose only batch has one sample: its value could be the mean of a batch, too."""
+
+    @distributed(processes=2, timeout=20)
+    def evaluate():
+        loader = shard_loader(DataLoader(TensorDataset(torch.arange(3.0)), batch_size=2), tail=tail)
+        return loader.mean(torch.cat([x for (x,) in loader]))
+
+    assert evaluate.all_ranks() == [1.0, 1.0]
+
+
+def test_means_of_samples_on_one_process_alone_are_refused():
+    """The other process passes the mean of its batches."""
+
+    @distributed(processes=2, timeout=20)
+    def evaluate():
+        loader = shard_loader(DataLoader(TensorDataset(torch.arange(16.0)), batch_size=4), tail="exact")
+        values = [x for (x,) in loader]
+        return loader.mean(torch.cat(values) if rank() == 0 else [x.mean() for x in values])
+
+    with pytest.raises(SyncError, match="a value for each sample on some processes"):
+        evaluate()
+
+
 @pytest.mark.parametrize("difference", ["epoch", "sampler"])
 def test_results_of_different_orders_are_not_gathered(difference):
     """As after a loop on rank 0 alone, or of a sampler with its own random numbers: rows would be those of others."""

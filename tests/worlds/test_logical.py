@@ -353,6 +353,35 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
+def losses_of(model: nn.Module) -> list[float]:
+    """Return means of the losses of samples: in an evaluation, and in training with repeats."""
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(22, 6, generator=generator), torch.randint(3, (22,), generator=generator))
+    found = []
+    with parallel_model(model):
+        batches = shard_loader(DataLoader(data, batch_size=2, shuffle=True))
+        losses = []
+        for x, y in batches:
+            loss = F.cross_entropy(model(x), y, reduction="none")
+            losses.append(loss.detach())
+            loss.mean().backward()
+        found.append(batches.mean(torch.cat(losses)))
+        model.eval()
+        with torch.no_grad():
+            losses = [F.cross_entropy(model(x), y, reduction="none") for x, y in batches]
+            found.append(batches.mean(torch.cat(losses)))
+    return found
+
+
+def test_means_of_losses_have_the_same_bits() -> None:
+    """Of a loss for each sample; repeats of padded batches do not count."""
+    torch.manual_seed(0)
+    model = Wide()
+    alone, *others = [distributed(processes=count, logical=4, seed=1)(losses_of)(model) for count in (1, 2, 4)]
+    assert len(set(alone)) == 2
+    assert others == [alone, alone]
+
+
 def evaluated(model: nn.Module) -> dict[int, torch.Tensor]:
     """Train for a step, then evaluate batches of several sizes, of loaders that are not sharded."""
     rows = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))

@@ -911,10 +911,11 @@ def test_a_mean_before_the_first_batch_is_refused():
 
 
 def test_a_mean_of_neither_all_samples_nor_each_batch_is_refused():
-    """A value for each sample, or for some of the batches, has no weight."""
+    """Values of some of the batches have no weight."""
     loader = shard_loader(DataLoader(torch.arange(10), batch_size=4), tail="exact")
     batches = list(loader)
     assert loader.mean([batch.double().mean() for batch in batches]) == 4.5
+    assert loader.mean(torch.cat(batches)) == 4.5
     with pytest.raises(ConfigError, match="mean of 2 values"):
         loader.mean([1.0, 2.0])
 
