@@ -125,7 +125,11 @@ def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: t
             gathered.append(summed_loss(column, weights, count, device))
         else:
             tensors = [leaf.to(device, non_blocking=True) for leaf in column]
-            gathered.append(torch.cat(tensors) if first.dim() else torch.stack(tensors))
+            # torch cannot concatenate tensors without dimensions.
+            if first.dim() == 0:
+                gathered.append(torch.stack(tensors))
+            else:
+                gathered.append(torch.cat(tensors))
     return with_leaves(outputs[0], gathered)
 
 

@@ -210,7 +210,11 @@ class Parts(nn.Module):
         return joined_parts(outputs, division.sizes)
 
     def _run_part(
-        self, number: int, part: Inputs, buffers: dict[str, torch.Tensor], division: _Division
+        self,
+        number: int,
+        part: Inputs,
+        buffers: dict[str, torch.Tensor],
+        division: _Division,
     ) -> Any:
         """Run the forward of one part.
 
@@ -235,10 +239,15 @@ class Parts(nn.Module):
             return self._inner(*args, **kwargs)
 
     def _copied_buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the model's buffers, by name."""
         return {name: buffer.clone() for name, buffer in self._inner.named_buffers()}
 
     def _aliases(self) -> dict[str, list[torch.Tensor]]:
-        """Return the aliases of each trained parameter, which live until the next backward."""
+        """Return the aliases of each trained parameter, by its name.
+
+        All forwards up to the next backward pass share them, as they share the parameters in a
+        process with one part.
+        """
         aliases_by_name = self._shared.aliases.setdefault(self, {})
         if not aliases_by_name:
             for name, parameter in self._inner.named_parameters():
@@ -296,6 +305,7 @@ class Parts(nn.Module):
         return count
 
     def _undivided_error(self, samples: int, *, why: str, fix: str) -> ConfigError:
+        """Return the error for a forward with gradients whose batch cannot be divided."""
         model_name = type(self._inner.model).__name__
         return ConfigError(
             f"logical={self._run.config.logical} with a forward of {model_name} whose inputs have "

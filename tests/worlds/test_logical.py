@@ -253,6 +253,23 @@ TOLD: dict[str, tuple[Callable[[nn.Module, torch.Tensor], torch.Tensor], str]] =
 }
 
 
+class Scores(nn.Module):
+    """Returns one number for each sample, without another dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).flatten()
+
+
+def test_a_loss_that_compares_scores_is_told() -> None:
+    """Outputs may have the batch dimension alone."""
+    with pytest.warns(UserWarning, match="compares samples of a batch"):
+        distributed(processes=1, logical=2)(steps)(lambda model, x: model(x).logsumexp(0).mean(), Scores())
+
+
 @pytest.mark.parametrize("name", TOLD)
 def test_what_depends_on_the_number_of_processes_is_told(name: str) -> None:
     """A warning in the first step names the loss, parameter, random numbers or forward whose bits have no parts."""
