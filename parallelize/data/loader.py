@@ -186,7 +186,7 @@ class ShardedLoader(wrapt.ObjectProxy[Any], Generic[T]):
                     self._self_pass = this_pass
                 if run.config.logical is not None:
                     parts = this_pass.parts(this_pass.steps)
-                    run.loaders.parts_by_loader[self._self_name] = parts
+                    run.loaders.note_parts(self._self_name, parts)
                 this_pass.steps, this_pass.is_open = this_pass.steps + 1, True
                 yield batch
             this_pass.is_exhausted = True

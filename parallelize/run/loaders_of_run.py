@@ -57,8 +57,9 @@ class LoadersOfRun:
             ranks have computed values of different samples.
         merged_ranks: number of ranks whose batches this one process reads in each step, for
             `compare`.
-        parts_by_loader: name of a loader -> the parts of its latest batch, under `logical=`. A
-            forward has the parts of the batch that has as many samples.
+        parts_by_loader: name of a loader -> the parts of its latest batch, under `logical=`, that
+            of the latest loader last. A forward has the parts of the batch that has as many
+            samples.
         shared_samples: number of this process's samples in the latest batch, if all processes share
             the batch (batch="global"); 0: they do not share it, or the number is not known. Loaders
             set it, for the check of losses that compare the samples of a batch.
@@ -84,6 +85,11 @@ class LoadersOfRun:
         loader = ActiveLoader(batch_sizes)
         self.active.add(loader)
         return loader
+
+    def note_parts(self, loader: str, parts: Parts) -> None:
+        """Note the parts of the batch that a loader, given by its name, is about to yield."""
+        self.parts_by_loader.pop(loader, None)
+        self.parts_by_loader[loader] = parts
 
     def active_batch_sizes(self) -> list[str]:
         """Return the batch sizes of the loaders that are being iterated, equal sizes once."""
