@@ -1,4 +1,11 @@
-"""Seconds and bytes of a device, as measured: what is free, and how long work takes."""
+"""Seconds and bytes of a device, as measured: what is free, and how long work takes.
+
+An accelerator works behind the host: a call returns before its work is done. So the points between
+which work is timed are events, which the accelerator passes in the order of its work.
+
+    host           call ─── returns
+    accelerator          began ──────── work of the call ──────── ended
+"""
 
 from __future__ import annotations
 
@@ -55,7 +62,12 @@ def _bytes_in(text: str) -> float:
 
 
 def seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
-    """Return the seconds from the begin of a call to the end of its work on all devices."""
+    """Return the seconds from the begin of a call to the end of its work on all devices.
+
+    Args:
+        call: the work.
+        devices: all on which the call works; the first accelerator among them is the clock.
+    """
     accelerators = [device for device in devices if device.type != "cpu"]
     for device in accelerators:
         torch.accelerator.synchronize(device)
@@ -68,7 +80,10 @@ def seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> f
 
 
 def now(device: torch.device) -> Any:
-    """Return a point in a device's work: the time of the CPU, or an event on the current stream."""
+    """Return a point in a device's work.
+
+    On the CPU, this is the time in seconds; on an accelerator, an event on the current stream.
+    """
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -77,7 +92,7 @@ def now(device: torch.device) -> Any:
 
 
 def elapsed_s(began: Any, ended: Any) -> float:
-    """Return the seconds between two points in a device's work."""
+    """Return the seconds between two points in a device's work, as `now` returns them."""
     if isinstance(began, float):
         return float(ended - began)
     ended.synchronize()
@@ -92,10 +107,8 @@ def shortest(call: Callable[[], object], *devices: torch.device) -> float:
 def run_backward(model: nn.Module, output: Any) -> None:
     """Compute and discard the gradients of a model's parameters, where this can be done."""
     trained = [parameter for parameter in all_parameters(model) if parameter.requires_grad]
-    sums: list[torch.Tensor] = []
-    for leaf in leaves(output):
-        if getattr(leaf, "grad_fn", None) is not None:
-            sums.append(leaf.sum().real)
+    differentiable = [leaf for leaf in leaves(output) if getattr(leaf, "grad_fn", None) is not None]
+    sums = [leaf.sum().real for leaf in differentiable]
     if not sums or not trained:
         return
     try:

@@ -24,6 +24,15 @@ m = 4 * k micro-batches, which is the default, at least 0.8 * k times. Starting 
 before all forward passes have ended (1F1B) would need the loss inside the pipeline, and save memory
 but not time.
 
+Glossary:
+
+    unit, chain, place   see `profiling`: what is not split, all of it, where it may be split
+    stage                the units from one place to another, which run on one device
+    step                 forward and backward of a batch
+    whole                a batch runs whole if it is not divided into micro-batches
+    unsplit              a model that runs on one device, as without the library
+    output device        has the inputs of the model, its outputs, and the user's targets
+
 The model's forward hooks run during planning. Buffers and RNG states are restored at the end;
 gradients do not change.
 
@@ -36,11 +45,12 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -155,7 +165,8 @@ class Planner:
         wanted = self.options.microbatches
         if wanted == "auto":
             wanted = _MICROBATCHES_PER_STAGE * len(self.devices)
-        return min(wanted, batch.size // _least_samples(self.inner.model, batch))
+        most = batch.size // _least_samples(self.inner.model, batch)
+        return max(1, min(wanted, most))
 
     def _choose(self, profile: Profile, specs: Sequence[DeviceSpec], why: str) -> Plan:
         """Return the plan that is predicted to be fastest: to split the model, or not to.
@@ -357,12 +368,41 @@ def initial_devices(
     return search.best().unit_devices()
 
 
+class _Stage(NamedTuple):
+    """A stage of a plan: its fields become columns of the plan.
+
+    Args:
+        device: name of its device.
+        end: the unit before which it ends.
+        forward_s: seconds of a micro-batch's forward.
+        backward_s: seconds of a micro-batch's backward.
+        memory_bytes: bytes that it needs.
+    """
+
+    device: str
+    end: int
+    forward_s: float
+    backward_s: float
+    memory_bytes: float
+
+
 class Search:
     """The plans that are possible for a profiled model on given devices.
 
     Stages follow the order of the devices. Two orders are tried. In the first one, the last stage
     is on the first device, which holds the training loop's targets, so that only the inputs are
-    copied; in the other one, the first stage is there, and only the outputs are copied.
+    copied; in the other one, the first stage is there, and only the outputs are copied:
+
+        devices    1  2  3  0         the inputs go from device 0 to 1
+                   0  1  2  3         the outputs go from device 3 to 0
+
+    Matrices are those of stages in `partition`. With n places, [begin, end] is a stage from place
+    `begin` to just before place `end`:
+
+                 end  0    1    2    3
+        begin 0       -    0    01   012
+              1       -    -    1    12        the units of each stage, with n = 3 places
+              2       -    -    -    2
 
     Args:
         profile: of the model.
@@ -430,18 +470,16 @@ class Search:
         Raises:
             ConfigError: no split fits the devices.
         """
-        best: Plan | None = None
-        for order in self._orders():
+        first, *rest = self._specs
+        plans: list[Plan] = []
+        for order in ([*rest, first], [first, *rest]):
             plan = self._best_in(order)
-            if plan is not None and (best is None or _predicted_s(plan) < _predicted_s(best)):
-                best = plan
-        if best is None:
+            if plan is not None:
+                plans.append(plan)
+        if not plans:
             raise self._does_not_fit()
-        return best
-
-    def _orders(self) -> list[list[DeviceSpec]]:
-        first, *others = self._specs
-        return [[*others, first], [first, *others]]
+        # If both take as long, it is the first order.
+        return min(plans, key=operator.attrgetter("predicted_s"))
 
     def _best_in(self, order: Sequence[DeviceSpec]) -> Plan | None:
         """Return the plan whose slowest stage is the fastest; None: no split fits."""
@@ -452,29 +490,29 @@ class Search:
         bounds = split(self._costs(spec, moved_s) for spec in order)
         if bounds is None:
             return None
-        devices: list[str] = []
-        ends: list[int] = []
-        forward_s: list[float] = []
-        backward_s: list[float] = []
-        memory_bytes: list[float] = []
+        stages: list[_Stage] = []
         for spec, (begin, end) in zip(order, itertools.pairwise(bounds), strict=True):
             if begin < end:
-                devices.append(spec.device)
-                ends.append(self._places[end])
                 moving_s = float(moved_s[begin])
-                forward_s.append(float(self.forward_s[begin, end]) / spec.speed + moving_s)
-                backward_s.append(float(self.backward_s[begin, end]) / spec.speed + moving_s)
-                memory_bytes.append(float(self.needed(spec)[begin, end]))
+                stage = _Stage(
+                    device=spec.device,
+                    end=self._places[end],
+                    forward_s=float(self.forward_s[begin, end]) / spec.speed + moving_s,
+                    backward_s=float(self.backward_s[begin, end]) / spec.speed + moving_s,
+                    memory_bytes=float(self.needed(spec)[begin, end]),
+                )
+                stages.append(stage)
+        devices, ends, forward_s, backward_s, memory_bytes = zip(*stages, strict=True)
         predicted_s = step_s(forward_s, backward_s, profile.microbatches)
         return Plan(
             samples=profile.samples,
             units=profile.chain.units,
             bounds=(0, *ends),
-            devices=tuple(devices),
+            devices=devices,
             microbatches=profile.microbatches,
-            forward_s=tuple(forward_s),
-            backward_s=tuple(backward_s),
-            memory_bytes=tuple(memory_bytes),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            memory_bytes=memory_bytes,
             predicted_s=predicted_s + self._copying_s(devices[0], devices[-1]),
         )
 
@@ -505,16 +543,13 @@ class Search:
 
     def _does_not_fit(self) -> ConfigError:
         """Return the error that says how many bytes every device would need."""
+        matrices = [self.needed(spec) for spec in self._specs]
+        bounds = split(matrices) or ()
         sizes: list[float] = []
-        for order in self._orders():
-            matrices = [self.needed(spec) for spec in order]
-            bounds = split(matrices)
-            assert bounds is not None
-            stages = zip(matrices, itertools.pairwise(bounds), strict=True)
-            sizes.append(
-                max(float(needed[stage]) for needed, stage in stages if stage[0] < stage[1])
-            )
-        size = min(sizes)
+        for needed, (begin, end) in zip(matrices, itertools.pairwise(bounds), strict=True):
+            if begin < end:
+                sizes.append(float(needed[begin, end]))
+        size = max(sizes)
         return ConfigError(
             f"the model does not fit on {', '.join(spec.device for spec in self._specs)}",
             why=f"the best split needs at least {size / 2**20:.1f} MiB ({size:.0f} bytes) on every "
@@ -522,10 +557,6 @@ class Search:
             fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
             "torch.utils.checkpoint in the model, the true optimizer_state=",
         )
-
-
-def _predicted_s(plan: Plan) -> float:
-    return plan.predicted_s or 0.0
 
 
 def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:

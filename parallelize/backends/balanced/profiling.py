@@ -18,6 +18,7 @@ Glossary:
     place      a unit at which a stage may begin
     moved      the tensors that have to be on the device of the stage that begins at a place
     trained    a parameter that requires gradients
+    lap        a unit runs without another one in between; several laps if it is called again
 """
 
 from __future__ import annotations
@@ -165,6 +166,9 @@ class CallTree:
 class _CallRecorder:
     """Notes the calls of submodules, and the tensors that are their arguments.
 
+    torch counts the changes of a tensor in place, in its `_version`: what has another version after
+    the forward than at a call was changed in this call, or after it.
+
     Attributes:
         calls: numbers of calls, in the order of the first calls.
         argument_bytes: name of a submodule -> bytes of the arguments of its first call.
@@ -178,9 +182,10 @@ class _CallRecorder:
 
     def enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note a call that begins."""
-        self.calls[name] += 1
         arguments = tensors_in((args, kwargs))
-        self.argument_bytes.setdefault(name, sum(map(_bytes, arguments)))
+        if name not in self.calls:
+            self.argument_bytes[name] = sum(map(_bytes, arguments))
+        self.calls[name] += 1
         for tensor in arguments:
             self._versions.append((name, weakref.ref(tensor), tensor._version))
 
@@ -202,7 +207,7 @@ def find_chain(model: nn.Module, forward: Callable[[], object], *, samples: int)
         forward: runs a forward, and returns its output.
         samples: number of samples of this forward.
     """
-    modules = dict(_visible_submodules(model))
+    modules = _visible_submodules(model)
     recorder = _CallRecorder()
     # A forward may begin again when operands meet on two devices, but not at the second time.
     forward()
@@ -255,18 +260,24 @@ def parameter_bytes(model: nn.Module, units: Sequence[str]) -> tuple[torch.Tenso
         held[unit] += _bytes(tensor)
         if tensor.requires_grad:
             trained[unit] += _bytes(tensor)
-    return _vector([held[unit] for unit in units]), _vector([trained[unit] for unit in units])
+    return _in_order(held, units), _in_order(trained, units)
 
 
-def _visible_submodules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules by their names, but none inside a compiled one: it is not followed."""
+def _in_order(size_of_unit: Mapping[str, int], units: Sequence[str]) -> torch.Tensor:
+    """Return sizes as a vector, in the order of the units; a unit without a size has 0."""
+    return _vector([size_of_unit[unit] for unit in units])
+
+
+def _visible_submodules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules by their names, but none inside a compiled one: it is not followed."""
+    visible: dict[str, nn.Module] = {}
     hidden = {id(model)}
     for name, module in model.named_modules():
-        if id(module) in hidden:
-            continue
-        yield name, module
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
-            hidden.update(map(id, module.modules()))
+        if id(module) not in hidden:
+            visible[name] = module
+            if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+                hidden.update(map(id, module.modules()))
+    return visible
 
 
 @dataclass
@@ -325,6 +336,7 @@ class UnitMeter:
         forward()
         measurement.host_s = time.perf_counter() - began
         self._laps[-1].ended = now(self._laps[-1].device)
+        # On an accelerator, this waits for the end of the forward.
         for lap in self._laps:
             measurement.seconds[lap.unit] += elapsed_s(lap.began, lap.ended)
         return measurement
