@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from parallelize.cluster.host_memory import available_host_bytes
-from parallelize.run.containers import leaves
-from parallelize.torch_patches.module_tensors import all_parameters
 
 _LIMITS = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
 """Field of /proc/self/status with the bytes that this process uses -> the limit of these bytes."""
@@ -102,18 +99,3 @@ def elapsed_s(began: Any, ended: Any) -> float:
 def shortest(call: Callable[[], object], *devices: torch.device) -> float:
     """Return the shortest of three durations of a call, after one that warms up."""
     return min([seconds_of(call, devices) for _ in range(4)][1:])
-
-
-def run_backward(model: nn.Module, output: Any) -> None:
-    """Compute and discard the gradients of a model's parameters, where this can be done."""
-    trained = [parameter for parameter in all_parameters(model) if parameter.requires_grad]
-    differentiable = [leaf for leaf in leaves(output) if getattr(leaf, "grad_fn", None) is not None]
-    sums = [leaf.sum().real for leaf in differentiable]
-    if not sums or not trained:
-        return
-    try:
-        torch.autograd.grad(sums, trained, allow_unused=True)
-    except RuntimeError as error:
-        # torch's message says that such a checkpoint stores gradients.
-        if "use_reentrant" not in str(error):
-            raise
