@@ -1,4 +1,4 @@
-"""Let the first batch choose the engine; with few MiB for each device, it is another one: `python 20_auto.py 32`."""
+"""Let the bytes of the first batch choose the engine; with few MiB for a device, another one: `python 20_auto.py 32`."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import AutoBackend, distributed, parallel_model, shard_loader
 
-logging.basicConfig(level=logging.INFO, format="%(message)s")  # the table of engines, and the report after ten steps
+logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line says which engine, and why
 memory = int(sys.argv[1]) * 2**20 if sys.argv[1:] else None
 
 
