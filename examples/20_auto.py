@@ -1,4 +1,4 @@
-"""Let the bytes of the first batch choose the engine; with few MiB for a device, another one: `python 20_auto.py 32`."""
+"""Let the first batch choose the engine, by its bytes; with few MiB for a device, another: `python 20_auto.py 32`."""
 
 import logging
 import sys

@@ -1,8 +1,8 @@
 """The choice of backend="auto", and its predictions, beside what each engine takes, for models under memory limits.
 
-Each model trains in two processes under ddp, under fsdp without resharding after forward and under fsdp, first without
-a limit, which measures time and memory, then under three limits of the memory. An engine fits if it trains under nine
-tenths of a limit, which are set by setrlimit (RLIMIT_DATA) in each process, above what it uses before the model is made.
+Each model trains in two processes under ddp, under fsdp without resharding after forward and under fsdp, without a
+limit, which measures time and memory. Then auto trains it under three limits, which are set by setrlimit (RLIMIT_DATA)
+in each process, above what it uses before the model is made. An engine fits a limit if it has taken at most nine tenths.
 """
 
 from __future__ import annotations
@@ -211,11 +211,11 @@ def chosen(text: str) -> str:
 def limits_of(sizes: dict[str, int]) -> list[int]:
     """Return three limits: with room for all engines, just enough for the largest, and one that is too small for it.
 
-    The last one lies in the largest gap of the measured sizes, or, if they hardly differ, 10 % below the smallest.
+    The last one lies in the largest gap of the measured sizes. If these hardly differ, it is too small for all.
     """
     ordered = sorted(sizes.values())
     below, above = max(itertools.pairwise(ordered), key=lambda pair: pair[1] - pair[0])
-    middle = (above + below) / 2 if above > 1.1 * below else 0.9 * ordered[0]
+    middle = (above + below) / 2 if above > 1.1 * below else 0.75 * ordered[0]
     return [int(size / 0.9) for size in (1.5 * ordered[-1], 1.15 * ordered[-1], middle)]
 
 
@@ -248,7 +248,7 @@ def main() -> None:
                 flush=True,
             )
         for limit in limits_of(sizes):
-            rows.append(under_limit(name, limit, seconds, options.steps))
+            rows.append(under_limit(name, limit, sizes, seconds, options.steps))
             right.append(rows[-1][1])
     print("\nThe choice under memory limits\n")
     print("| model | MiB allowed | fits | measured best | chosen | ratio of chosen to best |")
@@ -261,13 +261,15 @@ def main() -> None:
     )
 
 
-def under_limit(name: str, limit: int, seconds: dict[str, float], steps: int) -> tuple[str, bool]:
+def under_limit(
+    name: str, limit: int, sizes: dict[str, int], seconds: dict[str, float], steps: int
+) -> tuple[str, bool]:
     """Return the row of a model under a limit, and whether the choice is the best, or within 10 % of it.
 
     Where no engine fits, the best is none, and an error is the right answer.
     """
-    fitting = [each for each in ENGINES if measured(name, ENGINES[each], int(limit * 0.9), steps) is not None]
-    best = min(fitting, key=lambda each: seconds[each], default=None)
+    fitting = [engine for engine, size in sizes.items() if size <= 0.9 * limit]
+    best = min(fitting, key=lambda engine: seconds[engine], default=None)
     auto = measured(name, "auto", limit, steps)
     choice = None if auto is None else chosen(auto[2])
     ratio = seconds[choice] / seconds[best] if choice in fitting and best is not None else 0.0
