@@ -2,7 +2,7 @@
 
 Each model trains in two processes under ddp, under fsdp without resharding after forward and under fsdp, without a
 limit, which measures time and memory. Then auto trains it under three limits, which are set by setrlimit (RLIMIT_DATA)
-in each process, above what it uses before the model is made. An engine fits a limit if it has taken at most nine tenths.
+in each process, above what it uses before the model is made. An engine fits if it has taken nine tenths at most.
 """
 
 from __future__ import annotations

@@ -262,11 +262,12 @@ def test_submodules_train_before_the_first_forward() -> None:
 
 
 class Special(nn.Module):
-    """A model whose first forward is not like those of others, as `kind` says."""
+    """A model whose first forward is not like those of others, as `kind` says; a buffer gets its shape in it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.body, self.kind, self.runs = nn.Linear(WIDTH, WIDTH), kind, itertools.count()
+        self.register_buffer("least", torch.tensor([]))
 
     def energy(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x).tanh().sum()
@@ -279,12 +280,19 @@ class Special(nn.Module):
             return torch.func.grad(self.energy)(x)
         if self.kind == "out of memory" and next(self.runs) == 0:
             self.energy(torch.empty(2**50))
+        if self.kind == "a buffer gets its shape" and not self.least.numel():
+            self.least.resize_(WIDTH).copy_(x.detach().amin(0))
         return self.body(x).tanh()
 
 
 @pytest.mark.parametrize(
     ("kind", "engine"),
-    [("forces", "ddp"), ("torch.func", "ddp"), ("out of memory", "fsdp reshard_after_forward=False")],
+    [
+        ("forces", "ddp"),
+        ("torch.func", "ddp"),
+        ("a buffer gets its shape", "ddp"),
+        ("out of memory", "fsdp reshard_after_forward=False"),
+    ],
 )
 def test_a_forward_that_cannot_be_measured_like_others(kind: str, engine: str) -> None:
     """It may differentiate, or run out of memory: then it does not fit ddp, which is no error."""
@@ -293,7 +301,7 @@ def test_a_forward_that_cannot_be_measured_like_others(kind: str, engine: str) -
         torch.manual_seed(2)
         model = Special(kind if backend == "auto" else kind.replace("out of memory", ""))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with logged() as lines, parallel_model(model, backend=backend):
+        with logged() as lines, parallel_model(model, backend=backend, buffers="rank0"):
             step(model, optimizer, torch.full((8, WIDTH), rank() + 0.5))
         return lines, model.body.weight.detach()
 

@@ -155,7 +155,7 @@ def choose(name: str, model: ModelBytes, needed: Mapping[Candidate, float]) -> C
     raise ConfigError(
         f"{name} fits no engine of backend='auto'; the nearest is {nearest}, which needs "
         f"{_size(needed[nearest])} on a device",
-        why=f"nine tenths of a device's memory are {_size(model.usable)}; of the whole model, "
+        why=f"nine tenths of a device's memory are {size_text(model.usable)}; of the whole model, "
         f"parameters take {_size(model.parameters)}, gradients {_size(model.gradients)}, "
         f"optimizer state {_size(model.optimizer_state)}, and what is saved for backward "
         f"{_size(model.saved)}",
@@ -171,9 +171,12 @@ def reason(
 ) -> str:
     """Return one line that says why a candidate was chosen; arguments as for `choose`."""
     sizes = [f"{candidate} {_size(size)}" for candidate, size in needed.items()]
+    usable = "memory of unknown size"
+    if math.isfinite(model.usable):
+        usable = f"{size_text(model.usable)} of a device"
     line = (
-        f"{name}: backend='auto' has chosen {chosen}, the first of these that fits into "
-        f"{_size(model.usable)} of a device: {', '.join(sizes)}"
+        f"{name}: backend='auto' has chosen {chosen}, the first of these that fits into {usable}: "
+        f"{', '.join(sizes)}"
     )
     if math.isinf(model.backward):
         line += f" (not all that forward saves is counted: {model.why_unmeasured})"
@@ -181,4 +184,6 @@ def reason(
 
 
 def _size(size: float) -> str:
-    return "unknown bytes" if math.isinf(size) else size_text(size)
+    if math.isinf(size):
+        return "more than a device has"
+    return size_text(size)

@@ -162,11 +162,11 @@ class _AutoEngine(Engine):
         chosen = choose(name, counted, needed)
         if self._world.is_main:
             _log.info("%s", reason(name, counted, needed, chosen))
-        self.why = f"backend='auto' has chosen {chosen}"
-        self.is_chosen = True
         # Only a model that was measured is left to ddp, and ddp has run it until now.
         if chosen is not DDP:
             self._run_by(self._build(chosen))
+        self.why = f"backend='auto' has chosen {chosen}"
+        self.is_chosen = True
 
     def _ranks_of_each_node(self) -> int:
         """Return how many ranks each node has; 1: not all have equally many; a collective."""
@@ -182,7 +182,7 @@ class _AutoEngine(Engine):
         )
 
     def _run_by(self, engine: Engine) -> None:
-        """Let an engine run the model: this engine has all that an Engine declares from it."""
+        """Let an engine run the model; what an Engine declares has its values from now on."""
         self._engine = engine
         self.module = engine.module
         self.local = engine.local
