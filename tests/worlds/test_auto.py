@@ -195,7 +195,7 @@ class Adapted(Net):
         super().__init__()
         self.blocks.requires_grad_(False)
 
-    def parameters(self, part: str = "head") -> list[nn.Parameter]:  # type: ignore[override]  # a signature of its own
+    def parameters(self, part: str = "head") -> list[nn.Parameter]:
         return list(getattr(self, part).parameters())
 
 
