@@ -13,7 +13,6 @@
     │   the user's hooks of all optimizers, from before the block
     ├── AfterStep.COUNT      counts the step, before a subscriber that may raise
     ├── AfterStep.SCALE      removes from the optimizer what BeforeStep.SCALE has set there
-    ├── AfterStep.MEASURE    takes the time, before a subscriber that reads all weights
     └── AfterStep.RECORD     keeps gradients and weights for train.compare, and may end the function
 
 The order is declared, because contexts are entered in another order: backend="auto" builds an
@@ -63,8 +62,7 @@ class AfterStep(enum.IntEnum):
 
     COUNT = 0
     SCALE = 1
-    MEASURE = 2
-    RECORD = 3
+    RECORD = 2
 
 
 class _OrderedHooks:
