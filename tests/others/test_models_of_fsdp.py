@@ -220,9 +220,11 @@ def difference(entry: Entry, program: Callable[[nn.Module, Batches], Any]) -> fl
     """Run a program both ways; return the largest difference that is above the tolerance, else 0."""
     generator = torch.Generator().manual_seed(3)
     batches = [entry.inputs(generator) for _ in range(STEPS)]
-    shares = []
-    for inputs in batches:
-        shares.append(tuple(tensor.chunk(world_size(), entry.batch_dim)[rank()] for tensor in inputs))
+
+    def share(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.chunk(world_size(), entry.batch_dim)[rank()] for tensor in inputs)
+
+    shares = [share(inputs) for inputs in batches]
     torch.manual_seed(0)
     model = entry.make().double()
     expected_model = copy.deepcopy(model)
