@@ -258,5 +258,5 @@ def test_models_of_fsdp(is_sample: bool) -> None:
     """All programs equal one process for all models."""
     run = distributed(processes=2, backend="fsdp")(outcomes_of_models)
     for outcomes in run.all_ranks(is_sample=is_sample):
-        assert unexplained(outcomes, {}) == {}
+        assert unexplained(outcomes, {}, is_sample=is_sample) == {}
         assert len(outcomes) > 30

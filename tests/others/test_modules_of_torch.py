@@ -74,6 +74,7 @@ REFUSALS: dict[str, dict[str, Refusal]] = {
     "fsdp": {},
     "logical": {
         "nn.LSTM": Refusal("an output of forward under logical=", "the batch is not the first dimension of its state"),
+        "nn.GLU, train 2 no_batch_dim": Refusal("an output of forward under logical=", "its input is no batch"),
     },
     "balanced": {
         "nn.BatchNorm1d, train": Refusal("differs by", "batch norm normalizes each micro-batch"),
@@ -312,7 +313,7 @@ def test_modules_of_torch(name: str, most: int) -> None:
     world = WORLDS[name]
     run = distributed(processes=2, **world.options)(outcomes_of_modules)
     for outcomes in run.all_ranks(world, most):
-        assert unexplained(outcomes, REFUSALS[name]) == {}
+        assert unexplained(outcomes, REFUSALS[name], is_sample=most == SAMPLE) == {}
         assert len({case.partition(",")[0] for case in outcomes}) >= world.modules
 
 
@@ -333,5 +334,5 @@ def test_modules_of_torch_in_stages(most: int, run_script: Callable[..., Any]) -
     """All modules but those in the table compute and train, in a pipeline of two stages, what plain torch does."""
     output = run_script(SCRIPT.format(most=most), env=environment(), timeout_s=1800).stdout
     outcomes = json.loads(output.splitlines()[-1])
-    assert unexplained(outcomes, REFUSALS["balanced"]) == {}
+    assert unexplained(outcomes, REFUSALS["balanced"], is_sample=most == SAMPLE) == {}
     assert len({case.partition(",")[0] for case in outcomes}) >= BALANCED.modules

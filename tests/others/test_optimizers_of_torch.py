@@ -227,5 +227,5 @@ def test_optimizers_of_torch(name: str, is_sample: bool) -> None:
     world = WORLDS[name]
     run = distributed(processes=RANKS, **world.options)(outcomes_of_optimizers)
     for outcomes in run.all_ranks(world, is_sample=is_sample):
-        assert unexplained(outcomes, REFUSALS[name]) == {}
+        assert unexplained(outcomes, REFUSALS[name], is_sample=is_sample) == {}
         assert len(outcomes) > 50
