@@ -9,6 +9,7 @@ gradients:
     logical=    bitwise, of the cases whose first dimension two parts divide; plain torch runs these parts
     fsdp        1e-12 in float64
     balanced    1e-9 in float64: gradients of micro-batches are added in another order
+    dp          1e-9 in float64, on two devices of CUDA, also pretended ones
 
 Each rank has inputs of its own. Plain torch runs the inputs of all ranks one after the other, on copies of the model.
 Lazy modules are called once before the block, as the error says that refuses them.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import os
 import sys
@@ -63,6 +65,9 @@ class World:
 BALANCED = World(block={"backend": BalancedBackend(devices=["cpu", "cpu"], microbatches=PARTS)}, tolerance=1e-9)
 """One process of a plain script, with two stages and two micro-batches."""
 
+DP = World(block={"backend": "dp", "gpus": [0, 1]}, tolerance=1e-9)
+"""One process of a plain script, with two devices."""
+
 WORLDS = {
     "ddp": World(),
     "fsdp": World({"backend": "fsdp"}, tolerance=1e-12),
@@ -77,7 +82,28 @@ REFUSALS: dict[str, dict[str, Refusal]] = {
         "nn.GLU, train 2 no_batch_dim": Refusal("an output of forward under logical=", "its input is no batch"),
     },
     "balanced": {
-        "nn.BatchNorm1d, train": Refusal("differs by", "batch norm normalizes each micro-batch"),
+        f"nn.BatchNorm1d, train {index} ": Refusal("differs by", "batch norm normalizes each micro-batch")
+        for index in (0, 1, 2, 3, 5, 7)
+    },
+    "dp": {
+        **{
+            f"nn.{name}, {mode} 0": Refusal("", "DataParallel divides the first dimension, which is no batch here")
+            for name, mode in itertools.product(
+                (
+                    *("CTCLoss", "GRU", "GRUCell", "LSTM", "LSTMCell", "MultiLabelMarginLoss", "MultiheadAttention"),
+                    *("RNN", "RNNCell", "Transformer", "TransformerDecoderLayer", "TransformerEncoder"),
+                    "TransformerEncoderLayer",
+                ),
+                ("train", "eval"),
+            )
+        },
+        **{
+            f"nn.BatchNorm{dimensions}d, train 0": Refusal("differs by", "each replica normalizes its part of a batch")
+            for dimensions in (1, 2, 3)
+        },
+        "nn.LinearCrossEntropyLoss, train 0": Refusal(
+            "differs by", "a sum times a trained parameter is averaged: no rule tells that it is a sum"
+        ),
     },
 }
 
@@ -176,16 +202,16 @@ def computed(forward: Callable[..., Any], model: nn.Module, case: Case, seed: in
     args, kwargs = case.inputs(seed)
     torch.manual_seed(seed)
     outputs = tensors_in(forward(*args, **kwargs))
-    loss = torch.zeros((), dtype=torch.float64)
+    losses = []
     for output in outputs:
         if output.requires_grad:
-            weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).reshape(output.shape)
-            loss = loss + (output * weights).sum()
-    loss.backward()
+            weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64, device=output.device)
+            losses.append((output * weights.reshape(output.shape)).sum())
+    torch.stack(losses).sum().backward()
     return Results(
-        [output.detach() for output in outputs],
+        [output.detach().cpu() for output in outputs],
         [tensor.grad for tensor in tensors_in((args, kwargs))],
-        [buffer.clone() for buffer in model.buffers()],
+        [buffer.cpu().clone() for buffer in model.buffers()],
     )
 
 
@@ -263,7 +289,7 @@ def difference(case: Case, world: World) -> float:
         (results.outputs, expected.outputs),
         (results.gradients_of_inputs, expected.gradients_of_inputs),
         (results.buffers, expected.buffers),
-        (list(model.parameters()), list(expected_model.parameters())),
+        ([parameter.cpu() for parameter in model.parameters()], list(expected_model.parameters())),
     )
     largest = max(largest_of(*pair) for pair in pairs)
     return largest if largest > world.tolerance else 0.0
@@ -317,6 +343,15 @@ def test_modules_of_torch(name: str, most: int) -> None:
         assert len({case.partition(",")[0] for case in outcomes}) >= world.modules
 
 
+@pytest.mark.gpu2
+def test_modules_of_torch_on_two_devices(run_script: Callable[..., Any]) -> None:
+    """All modules but those in the table compute and train, over two devices of one process, what plain torch does."""
+    output = run_script(SCRIPT.format(world="DP", most=SAMPLE), env=environment()).stdout
+    outcomes = json.loads(output.splitlines()[-1])
+    assert unexplained(outcomes, REFUSALS["dp"], is_sample=True) == {}
+    assert len({case.partition(",")[0] for case in outcomes}) >= DP.modules
+
+
 def environment() -> dict[str, str]:
     """Return the variables of a script that imports tests."""
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
@@ -324,15 +359,15 @@ def environment() -> dict[str, str]:
 
 SCRIPT = """
 import json
-from others.test_modules_of_torch import BALANCED, outcomes_of_modules
-print(json.dumps(outcomes_of_modules(BALANCED, {most})))
+from others import test_modules_of_torch as tests
+print(json.dumps(tests.outcomes_of_modules(tests.{world}, {most})))
 """
 
 
 @pytest.mark.parametrize("most", [SAMPLE, pytest.param(WHOLE, marks=pytest.mark.soak)], ids=["sample", "whole"])
 def test_modules_of_torch_in_stages(most: int, run_script: Callable[..., Any]) -> None:
     """All modules but those in the table compute and train, in a pipeline of two stages, what plain torch does."""
-    output = run_script(SCRIPT.format(most=most), env=environment(), timeout_s=1800).stdout
+    output = run_script(SCRIPT.format(world="BALANCED", most=most), env=environment(), timeout_s=1800).stdout
     outcomes = json.loads(output.splitlines()[-1])
     assert unexplained(outcomes, REFUSALS["balanced"], is_sample=most == SAMPLE) == {}
     assert len({case.partition(",")[0] for case in outcomes}) >= BALANCED.modules

@@ -96,7 +96,7 @@ def unexplained(outcomes: Mapping[str, str], refusals: Mapping[str, Refusal], *,
                 continue
             is_in_table = True
             unused.discard(begin)
-            if refusal.text not in outcome:
+            if outcome == EQUAL or refusal.text not in outcome:
                 wrong[case] = f"{outcome}; the table says {refusal.text!r}"
         if not is_in_table and outcome != EQUAL:
             wrong[case] = outcome
