@@ -60,9 +60,9 @@ class BalancedBackend(DDPOptions):
     One thread issues all micro-batches, one after another, through the unmodified model, in one
     autograd graph. Outputs with the batch dimension are concatenated; 0-dim losses that forward
     computes are averaged by the numbers of their targets. What cannot be joined or split, and a
-    forward that changes state, makes such batches run whole, with one warning. The first batch of
-    each kind is checked: a few samples run whole, too. Batch norm normalizes each micro-batch
-    separately; its running statistics are updated for the full batch.
+    forward that changes state, makes such batches run whole, with one warning. Of the first
+    batch of each kind, two micro-batches are compared with the whole of their samples. Batch norm
+    normalizes each micro-batch separately; its running statistics are updated for the full batch.
 
     Args:
         devices: used instead of the GPUs of `gpus=`; may list a device twice. Stages are in this

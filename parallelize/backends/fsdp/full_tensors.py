@@ -28,6 +28,7 @@ from parallelize.backends.fsdp.calls import Gathered, Sharded, gradients_error, 
 from parallelize.backends.fsdp.shards import dtensor_of, full_tensor
 from parallelize.run.sharded_tensors import ShardedTensors
 from parallelize.torch_patches.backward import Pass, Run
+from parallelize.torch_patches.module_tensors import all_parameters
 
 
 class ShardedParameter(Sharded, nn.Parameter):
@@ -99,7 +100,7 @@ def registry_of(tensor: Any) -> ShardedTensors:
 def keeping_shards(model: nn.Module) -> Iterator[None]:
     """Let state dicts of a model have its shards in the context, in place of full tensors."""
     registries: set[ShardedTensors] = set()
-    for parameter in model.parameters():
+    for parameter in all_parameters(model):
         if isinstance(parameter, Sharded):
             registries.add(parameter.registry)
     for registry in registries:
