@@ -55,8 +55,8 @@ class DDPOptions(Backend):
         batched_grad_copy: accepted, and needless: gradients are copied to each bucket by one
             kernel.
         broadcast_buffers: whether ranks keep their buffers alike (batch norm's running statistics),
-            as `buffers=` of parallel_model says; False: after the entry, which gives all ranks those
-            of rank 0, each rank keeps its own.
+            as `buffers=` of parallel_model says; False: all begin with rank 0's, and each rank
+            keeps its own from then on.
         comm_hook: "fp16" or "bf16": dtype in which dense real gradients are sent; None: as mixed
             precision's `communication_dtype` says.
 

@@ -423,16 +423,15 @@ def _run_fused(call: Call) -> None:
     The kernel computes each element from the same element of its operands. torch counts no version
     for it: what it had written to full tensors would not go back to the shards.
     """
-    operands = (call.args, call.kwargs)
 
     def rows_of(value: Any) -> Any:
         if isinstance(value, Sharded):
             return value.shard._local_tensor
         return value
 
-    args, kwargs = map_leaves(rows_of, operands)
+    args, kwargs = map_leaves(rows_of, (call.args, call.kwargs))
     call.function(*args, **kwargs)
-    for operand in _tensors(operands):
+    for operand in _tensors((call.args, call.kwargs)):
         if isinstance(operand, Sharded):
             mark_changed(operand.shard)
 
