@@ -7,7 +7,8 @@ A few forwards of one micro-batch are measured. A unit lasts until the next unit
 
 On an accelerator, the clock is an event on its stream, so that the host does not wait between
 units. A backward is not timed. It computes gradients of a unit's inputs and of its parameters, and
-each of the two takes about as long as its forward. Units before the first trained one have none.
+each of the two takes about as long as its forward. Units with frozen parameters compute the first
+alone, and units before the first trained one compute nothing.
 Then the gradients of parameters are added to those of the micro-batches before, which takes as long
 as any addition of so many bytes: with small micro-batches, that is much of a step.
 
@@ -386,8 +387,10 @@ def profile_of(
     forward_s = _vector(seconds) * (samples / microbatches / size)
     is_trained = chain.trained > 0
     has_gradient = is_trained.cumsum(0) > 0
-    # As many passes as it computes gradients: of parameters, and of inputs.
-    passes = is_trained.double() + has_gradient.double()
+    # A unit with frozen parameters computes gradients of its inputs alone. One without parameters
+    # takes two passes, too: its backward reads what it has saved, beside a gradient.
+    is_frozen = (chain.parameters > 0) & ~is_trained
+    passes = has_gradient * (2.0 - is_frozen.double())
     return Profile(
         chain=chain,
         samples=samples,

@@ -77,16 +77,16 @@ def test_a_module_whose_leaves_are_apart_gives_no_name() -> None:
 
 
 def test_seconds_of_backward() -> None:
-    """Twice a forward where parameters are trained, once after them, and nothing before them.
+    """Twice a forward, once with frozen parameters, and nothing before the first trained unit.
 
     The gradients are added to those of other micro-batches.
     """
     layers = [nn.Linear(256, 256) for _ in range(4)]
-    model = nn.Sequential(*layers).requires_grad_(requires_grad=False)
+    model = nn.Sequential(*layers, nn.Tanh()).requires_grad_(requires_grad=False)
     model[1].weight.requires_grad_()
     profile = measured(model, torch.randn(256, 256))
-    assert profile.chain.trained.tolist() == [0, 256 * 256 * 4, 0, 0]
-    passes = torch.tensor([0, 2, 1, 1])
+    assert profile.chain.trained.tolist() == [0, 256 * 256 * 4, 0, 0, 0]
+    passes = torch.tensor([0, 2, 1, 1, 2])
     added = profile.chain.trained * ADDING_S
     assert torch.equal(profile.backward_s, profile.forward_s * passes + added)
     assert (profile.forward_s > 0).all()
