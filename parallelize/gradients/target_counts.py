@@ -60,6 +60,11 @@ _LINEAR |= {"Rsub", "Select", "Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsquee
 _SUMS = frozenset({"Mean", "Sum"})
 _FOLLOWED = _LINEAR | _SUMS
 _LISTS = frozenset({"Cat", "Stack"})
+# What makes a learned weight of a loss from a parameter. A replica of DataParallel has its
+# parameters by Broadcast.
+_OF_WEIGHTS = frozenset({"Alias", "Broadcast", "Clone", "Exp", "Neg", "Reshape", "Sigmoid"})
+_OF_WEIGHTS |= {"Softplus", "Squeeze", "ToCopy", "View"}
+_PARAMETER = "torch::autograd::AccumulateGrad"
 # Values of torch's enum Reduction, which nodes of losses save.
 _MEAN, _SUM = 1, 2
 
@@ -114,8 +119,7 @@ class _Value:
     @property
     def operation(self) -> str:
         """Name of the operation that has computed the value."""
-        name: str = self.node.name()
-        return name.rpartition("Backward")[0] or name
+        return _operation_of(self.node)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,8 +151,22 @@ class _Value:
         return _Value(node, output, self.is_in_model, self.scales, self.divisor, self.divides_sum)
 
     def is_from_data(self) -> bool:
-        """Whether the value depends on an output of a model; a penalty on weights does not."""
-        return self.is_in_model or any(map(is_output, nodes_behind([self.node])))
+        """Whether the value depends on an output of a model; a penalty on weights does not.
+
+        In a forward, only a learned weight is known to depend on no data: a parameter, or what
+        simple operations make of it. Other operations may have operands without a gradient.
+        """
+        nodes = nodes_behind([self.node])
+        if not self.is_in_model:
+            return any(map(is_output, nodes))
+        operations = {_operation_of(node) for node in nodes}
+        return not operations <= {*_OF_WEIGHTS, _PARAMETER}
+
+
+def _operation_of(node: Any) -> str:
+    """Return the name of a node's operation, such as "NllLoss" of NllLossBackward0."""
+    name: str = node.name()
+    return name.rpartition("Backward")[0] or name
 
 
 def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[LossCount]:

@@ -101,9 +101,6 @@ REFUSALS: dict[str, dict[str, Refusal]] = {
             f"nn.BatchNorm{dimensions}d, train 0": Refusal("differs by", "each replica normalizes its part of a batch")
             for dimensions in (1, 2, 3)
         },
-        "nn.LinearCrossEntropyLoss, train 0": Refusal(
-            "differs by", "a sum times a trained parameter is averaged: no rule tells that it is a sum"
-        ),
     },
 }
 

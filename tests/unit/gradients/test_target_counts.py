@@ -107,6 +107,34 @@ def test_other_losses_have_no_count(loss, reduction):
     assert (found.reduction, found.count) == (reduction, None)
 
 
+LEARNED_WEIGHTS = {
+    "a parameter": lambda weight: weight,
+    "its exponential": lambda weight: weight.exp(),
+    "of a vector of one": lambda weight: weight.view(1).squeeze(0).neg(),
+}
+
+
+@pytest.mark.parametrize("learned", LEARNED_WEIGHTS.values(), ids=LEARNED_WEIGHTS)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_learned_weight_in_a_forward_changes_no_reduction(learned, reduction):
+    """In a forward no output of a model is behind the loss: a factor is a weight if only parameters are behind it."""
+    x = torch.randn(6, 5, requires_grad=True)
+    weight = nn.Parameter(torch.tensor(1.5))
+    loss = F.cross_entropy(x * 2, T, reduction=reduction) * learned(weight)
+    (count,) = loss_counts([loss], is_in_model=True)
+    assert count.reduction == reduction
+
+
+def test_a_factor_of_data_in_a_forward_is_no_weight():
+    """A product of two values of a batch is linear in neither."""
+    x = torch.randn(6, 5, requires_grad=True)
+    weight = nn.Parameter(torch.tensor(1.5))
+    factor = weight * x.detach().mean()
+    (count,) = loss_counts([F.cross_entropy(x * 2, T, reduction="sum") * factor], is_in_model=True)
+    assert count.reduction == "unknown"
+
+
+
 def test_a_given_count_is_used():
     """For a loss that a backend has joined from several ones."""
     loss = Custom.apply(outputs())
