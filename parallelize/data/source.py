@@ -504,7 +504,7 @@ class Source:
         options, logical = self.options, self.run.config.logical
         if options.tail == "exact" and drop_last:
             raise ConfigError(
-                f"tail='exact' with drop_last=True in {name}",
+                f"tail='exact' with drop_last=True over {name}",
                 why="the one yields each sample once, the other leaves out the last ones",
                 fix="use drop_last=False, or tail='drop'",
             )
