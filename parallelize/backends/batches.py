@@ -28,6 +28,7 @@ Glossary:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections.abc import Iterator, Sequence
@@ -269,13 +270,16 @@ def _batch_dim(leaf: Any, dim: int) -> int | None:
 
 
 def _copied(leaf: Any) -> Any:
-    """Return a copy of an argument, or an object that no forward changes itself."""
+    """Return a copy of an argument, or the argument itself: no forward changes it, or it has none."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     if isinstance(leaf, _UNCHANGED_TYPES):
         return leaf
-    # It may be a cache that forward fills.
-    return copy.deepcopy(leaf)
+    # It may be a cache that forward fills. Some objects have no copy, such as a lock, or a packed
+    # sequence that another model has computed: forward gets the object itself.
+    with contextlib.suppress(TypeError, RuntimeError):
+        return copy.deepcopy(leaf)
+    return leaf
 
 
 # Outputs of balanced.

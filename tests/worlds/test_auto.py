@@ -9,6 +9,7 @@ import random
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,36 @@ def test_one_process_trains_as_without_the_library() -> None:
 
     expected, state = trained(contextlib.nullcontext), trained(lambda model: parallel_model(model, backend="auto"))
     assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+class Caching(nn.Module):
+    """Writes to its arguments: it fills a cache, and draws from a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any, cache: Any, generator: torch.Generator) -> torch.Tensor:
+        cache.outputs.append(self.layer(x.data))
+        return torch.stack(cache.outputs).sum(0) * torch.rand(4, generator=generator)
+
+
+def test_the_arguments_of_the_first_forward_stay_as_they_were() -> None:
+    """A cache is filled once, and a generator draws once; a packed sequence of a graph has no copy."""
+
+    def trained(block: Any) -> list[Any]:
+        torch.manual_seed(3)
+        model, inputs = Caching(), torch.ones(2, 4, requires_grad=True)
+        cache, generator = SimpleNamespace(outputs=[]), torch.Generator().manual_seed(1)
+        with block(model):
+            packed = nn.utils.rnn.pack_sequence([2 * inputs])
+            model(packed, cache, generator).square().mean().backward()
+        gradients = [inputs.grad, *[parameter.grad for parameter in model.parameters()]]
+        return [*gradients, torch.rand(2, generator=generator), *cache.outputs]
+
+    expected, found = trained(contextlib.nullcontext), trained(lambda model: parallel_model(model, backend="auto"))
+    assert len(expected) == 5
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_one_line_says_what_was_chosen_and_why() -> None:

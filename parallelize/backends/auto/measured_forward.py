@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.auto.model_bytes import release_cache
+from parallelize.backends.batches import Batch
 from parallelize.backends.model_state import ModelState
 from parallelize.backends.saved_tensors import (
     DroppedTensorError,
@@ -32,7 +33,7 @@ from parallelize.backends.saved_tensors import (
     watch_saved,
 )
 from parallelize.plugins.base import Arguments, Inner
-from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.containers import leaves
 from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 
 _NO_MEMORY_OF_CPU = "DefaultCPUAllocator: can't allocate memory"
@@ -101,7 +102,7 @@ def _run(inner: Inner, inputs: Arguments, state: ModelState, *, keeps: bool) -> 
         keeps: whether saved tensors stay alive.
     """
     saved = _SavedInOrder(inner.model)
-    args, kwargs = map_leaves(_copy, inputs)
+    args, kwargs = Batch.whole(inputs).trial(1).inputs
     tensors = [*all_parameters(inner.model), *all_buffers(inner.model)]
     try:
         with state.watching(), watch_saved(saved.add, uncounted=tensors, keeps=keeps):
@@ -124,13 +125,6 @@ def _end_after(error: Exception) -> _End | None:
     if _NO_HOOKS in str(error):
         return _End.NOT_COUNTED
     return None
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy of a tensor without its graph, which forward may change."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 class _SavedInOrder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,3 +67,12 @@ def test_one_number_per_sample_is_split_for_any_batch_dim() -> None:
     assert args[0].shape == (6, 2, 2)
     assert args[1].tolist() == [2, 3]
     assert batch.part(0, 3)[0][1].tolist() == [0, 1, 2]
+
+
+def test_a_trial_gets_copies_of_what_has_copies() -> None:
+    """A cache is copied, and so is a generator; an object with a lock is passed as it is."""
+    cache, lock, generator = SimpleNamespace(outputs=[]), SimpleNamespace(lock=threading.Lock()), torch.Generator()
+    args, _ = Batch.whole(((cache, lock, generator), {})).trial(1).inputs
+    assert args[0] is not cache
+    assert args[1] is lock
+    assert args[2] is not generator
