@@ -270,7 +270,7 @@ def _batch_dim(leaf: Any, dim: int) -> int | None:
 
 
 def _copied(leaf: Any) -> Any:
-    """Return a copy of an argument, or the argument itself: no forward changes it, or it has none."""
+    """Return a copy of an argument, or the argument itself: it is not changed, or has no copy."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     if isinstance(leaf, _UNCHANGED_TYPES):

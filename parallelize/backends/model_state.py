@@ -7,7 +7,7 @@
     state.restore()                      before each further trial, and after the last one
 
     tensors      values and shapes of parameters and buffers that forward has written to
-    attributes   of each module, as they were; lists, dicts and sets among them with their items
+    attributes   of each module, as they were; containers among them, and in these, with their items
     generators   the states of the global ones, and of torch.Generators that are attributes
 
 A forward that runs again after `restore` draws the same numbers, and sees the same state. What
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,8 @@ _ATTRIBUTES_OF_TORCH = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
 _COMPARED_TYPES = (bool, int, float, str)
 """Types of attributes that are compared by value. Others may not compare."""
 
-_CONTAINER_TYPES = (list, dict, set)
+_CONTAINER_TYPES = (list, dict, set, OrderedDict, defaultdict, deque)
+"""Types of containers that are put back. Subclasses may change themselves when they get items."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,10 @@ class ModelState:
         self._attributes.append((attributes, former_attributes))
         for value in attributes.values():
             # The parameters, buffers and submodules of a module are in such containers.
-            if type(value) in _CONTAINER_TYPES:
-                former_items = copy.copy(value)
-                self._containers.append((value, former_items))
-            elif isinstance(value, torch.Generator):
+            for container in _containers_in(value):
+                former_items = copy.copy(container)
+                self._containers.append((container, former_items))
+            if isinstance(value, torch.Generator):
                 state = value.get_state()
                 self._generators.append((value, state))
 
@@ -186,7 +188,7 @@ class ModelState:
             attributes.update(former_attributes)
         for container, former_items in self._containers:
             container.clear()
-            if isinstance(container, list):
+            if isinstance(container, (list, deque)):
                 container.extend(former_items)
             else:
                 container.update(former_items)
@@ -228,18 +230,29 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
+def _containers_in(value: Any) -> list[Any]:
+    """Return a container, the containers in it, and so on; none, if the value is no container."""
+    containers: dict[int, Any] = {}
+    pending = [value]
+    while pending:
+        candidate = pending.pop()
+        if type(candidate) in _CONTAINER_TYPES and id(candidate) not in containers:
+            containers[id(candidate)] = candidate
+            pending += candidate.values() if isinstance(candidate, dict) else candidate
+    return list(containers.values())
+
+
 def _identity(value: Any) -> object:
     """Return what is equal for a value only as long as it is not changed.
 
-    It is a number or text itself, and the id of any other object. A list, dict or set has those of
-    its items, too.
+    It is a number or text itself, and the id of any other object. A container has those of all
+    items in it, too.
     """
-    if type(value) not in _CONTAINER_TYPES:
-        return _identity_of_item(value)
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    identities: list[object] = [id(value)]
-    for key, item in items:
-        identities.append((key, _identity_of_item(item)))
+    identities = [_identity_of_item(value)]
+    for container in _containers_in(value):
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, item in items:
+            identities.append((key, _identity_of_item(item)))
     return identities
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,25 @@ class Counting(nn.Module):
         return self.layer(self.frozen(x))
 
 
+class Remembering(nn.Module):
+    """Keeps the outputs of each layer in a list of lists, and the latest ones in other containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.outputs: list[Any] = [[]]
+        self.by_name: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        self.latest: deque[torch.Tensor] = deque(maxlen=2)
+        self.outputs.append(self.outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.layer(x)
+        self.outputs[0].append(output)
+        self.by_name["layer"].append(output)
+        self.latest.append(output)
+        return torch.stack([*self.outputs[0], *self.by_name["layer"], *self.latest]).sum(0)
+
+
 def trial(model: nn.Module) -> tuple[ModelState, torch.Tensor]:
     state = ModelState(model, [CPU])
     with state.watching():
@@ -107,8 +127,18 @@ def test_attributes_containers_and_parameters_are_put_back() -> None:
     assert torch.equal(model.frozen.weight, weight)
 
 
+def test_containers_in_containers_are_put_back() -> None:
+    """Also those of the standard library, and a list that contains itself."""
+    model = Remembering()
+    state, _ = trial(model)
+    assert state.changed() == ["outputs", "by_name", "latest"]
+    state.restore()
+    assert (model.outputs[0], model.by_name, list(model.latest)) == ([], {}, [])
+    assert model.outputs[1] is model.outputs
+
+
 @pytest.mark.filterwarnings("ignore:batches like this one are not split")
-@pytest.mark.parametrize("make", [Observed, Noisy])
+@pytest.mark.parametrize("make", [Observed, Noisy, Remembering])
 @pytest.mark.parametrize("backend", ["auto", SPLIT], ids=["auto", "balanced"])
 def test_trials_leave_the_model_as_it_was(make: Callable[[], Any], backend: Any) -> None:
     """A program trains to the state of one device, though the backend runs forward beforehand."""
