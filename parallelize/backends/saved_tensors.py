@@ -20,6 +20,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from parallelize.errors import Fault
+
 StorageKey = Hashable
 """Equal for tensors that share a storage. It is not reused for another storage."""
 
@@ -29,6 +31,14 @@ OnSaved = Callable[[StorageKey, int], None]
 
 class DroppedTensorError(RuntimeError):
     """A tensor was needed that `watch_saved` has dropped: forward itself computes gradients."""
+
+
+_DROPPED = Fault(
+    "backward has reached a forward that has measured the model, and whose graph is dropped",
+    why="forward has put outputs into an object or a global variable, which is not put back",
+    fix="keep them in attributes of modules, also in lists and dicts; or use backend='ddp'",
+)
+"""Seen by users if an output of the measured forward has stayed somewhere."""
 
 
 def storage_key(tensor: torch.Tensor) -> StorageKey:
@@ -75,7 +85,7 @@ def watch_saved(
 
     def unpack(kept: torch.Tensor | None) -> torch.Tensor:
         if kept is None:
-            raise DroppedTensorError("the tensor was dropped when it was saved")
+            raise DroppedTensorError(str(_DROPPED))
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

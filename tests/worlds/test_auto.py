@@ -167,6 +167,26 @@ def test_the_arguments_of_the_first_forward_stay_as_they_were() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+class Keeping(nn.Module):
+    """Keeps its outputs in an object, which is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 4), SimpleNamespace(outputs=[])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.outputs.append(self.layer(x))
+        return torch.stack(self.kept.outputs).sum(0)
+
+
+def test_outputs_of_the_measured_forward_that_stay_are_told() -> None:
+    """Backward through them says why their graph is dropped, and where to keep outputs."""
+    with parallel_model(Keeping(), backend="auto") as model:
+        output = model(torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="keep them in attributes of modules"):
+            output.mean().backward()
+
+
 def test_one_line_says_what_was_chosen_and_why() -> None:
     """Rank 0 logs it with the bytes of all candidates; explain() shows the rule before the run."""
     run = distributed(backend=AutoBackend(memory=5_000_000), processes=2)(train)
