@@ -121,17 +121,16 @@ class ReplicatedEngine(Engine):
         self._buffer_source = inner.buffer_source
         self._is_logical = reduction.is_ordered
         self._split = SplitAtBuckets(reduction.bucket_bytes)
-        # The buffers that have had rank 0's values, and how they are kept alike; None: no buffers.
+        # The buffers that have had rank 0's values.
         self._seen_buffers: list[torch.Tensor] = []
+        # The buffers that are kept alike; None: there are none.
         self._buffers: RegisteredBuffers | None = None
         broadcast_from_rank_0(list(all_parameters(inner.model)))
         self.refresh()
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the forward of a call with gradients; a collective if the model has buffers."""
-        buffers = self._buffers
-        if not self._keeps_buffers_alike or not self._model.training:
-            buffers = None
+        buffers = self._buffers if self._model.training else None
         is_from_rank_0 = self._buffer_source == "rank0"
         if buffers is not None and is_from_rank_0 and not self._is_logical:
             buffers.broadcast()
@@ -150,7 +149,9 @@ class ReplicatedEngine(Engine):
         buffers = list(all_buffers(self._model))
         broadcast_from_rank_0([buffer for buffer in buffers if id(buffer) not in ids_of_seen])
         self._seen_buffers = buffers
-        self._buffers = RegisteredBuffers(self._model) if buffers else None
+        self._buffers = None
+        if buffers and self._keeps_buffers_alike:
+            self._buffers = RegisteredBuffers(self._model)
 
     @override
     def close(self, *, failed: bool) -> None:

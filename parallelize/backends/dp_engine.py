@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from typing_extensions import override
 
-from parallelize.backends.batches import columns_of, summed_loss
+from parallelize.backends.batches import columns_of, count_of_samples, summed_loss
 from parallelize.errors import ConfigError
 from parallelize.gradients.target_counts import join_weights
 from parallelize.plugins.base import Inner, LocalEngine
@@ -69,11 +69,10 @@ class _DataParallel(DataParallel[Inner]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any
     ) -> Any:
-        for leaf in leaves((inputs, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.dim():
-                return super().scatter(inputs, kwargs, device_ids)
-        # Without a tensor to divide, every device would compute the same: the first one does.
-        return [inputs], [kwargs or {}]
+        if count_of_samples((inputs, kwargs)) is None:
+            # Without a tensor to divide, every device would compute the same: the first one does.
+            return [inputs], [kwargs or {}]
+        return super().scatter(inputs, kwargs, device_ids)
 
     @override
     def parallel_apply(
@@ -114,7 +113,10 @@ def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: t
             why="the outputs of several devices are joined value by value",
             fix="return tensors whose first dimension counts samples, or use backend='ddp'",
         )
-    samples = [_count_of_samples(inputs_of_device) for inputs_of_device in inputs]
+    samples = []
+    for inputs_of_device in inputs:
+        count_of_device = count_of_samples(inputs_of_device)
+        samples.append(1 if count_of_device is None else count_of_device)
     gathered = []
     for column in columns_of(outputs):
         first = column[0]
@@ -131,11 +133,3 @@ def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: t
             else:
                 gathered.append(torch.cat(tensors))
     return with_leaves(outputs[0], gathered)
-
-
-def _count_of_samples(inputs: Any) -> int:
-    """Return the length of the first tensor that has dimensions; 1: there is none."""
-    for leaf in leaves(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return len(leaf)
-    return 1

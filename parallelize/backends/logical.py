@@ -32,23 +32,19 @@ from torch import nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from parallelize.backends.batches import Batch, Inputs, joined_parts
+from parallelize.backends.batches import Batch, Inputs, count_of_samples, joined_parts
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.backends.logical_checks import LogicalChecks
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
 from parallelize.gradients.autograd_graph import has_sparse_gradient
 from parallelize.plugins.base import Inner, Session
-from parallelize.run.containers import leaves
 from parallelize.run.context import Runtime, current
 from parallelize.run.generators import RNGState, derive_seed, global_generators
 from parallelize.torch_patches.arithmetic import deterministic_kernels
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import SplitAtBuckets
 from parallelize.torch_patches.transforms import refuse_transform
-
-_GRAPH_BYTES = 25 * 2**20
-"""Size of the buckets at which torch.compile splits a graph: that of the reducer's."""
 
 
 class PartsOfBlock:
@@ -139,7 +135,7 @@ class Parts(nn.Module):
         self._drawn_number = 0
         self._forwards_since = 0
         self._has_recorded = False
-        self._split = SplitAtBuckets(_GRAPH_BYTES)
+        self._split = SplitAtBuckets(options.reduction(inner).bucket_bytes)
         # Autocast keeps a copy in half precision of a leaf, to which all gradients of the leaf go.
         # It keeps none of an alias. So a single part computes with an alias, too, as several do.
         has_amp = type(inner.session) is not Session
@@ -269,7 +265,7 @@ class Parts(nn.Module):
             ConfigError: gradients are recorded, and the batch is not one of a loader, or has parts
                 of unequal sizes.
         """
-        samples = _count_of_samples(inputs)
+        samples = count_of_samples(inputs) or 0
         latest = current().loaders.parts_by_loader.values()
         of_this_size = [parts for parts in latest if sum(parts.sizes) == samples]
         if is_recorded and not of_this_size:
@@ -351,11 +347,3 @@ def _aliases_in_tree(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
         return [tensor]
     first_half = _aliases_in_tree(tensor.view_as(tensor), count // 2)
     return first_half + _aliases_in_tree(tensor.view_as(tensor), count // 2)
-
-
-def _count_of_samples(inputs: Inputs) -> int:
-    """Return the length of the first tensor that has dimensions; 0: there is none."""
-    for leaf in leaves(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return len(leaf)
-    return 0
