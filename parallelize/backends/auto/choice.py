@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from parallelize.backends.auto.model_bytes import ModelBytes
@@ -38,9 +38,9 @@ class Candidate:
     """
 
     engine: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    holds: str = ""
-    sends: str = ""
+    options: Mapping[str, Any]
+    holds: str
+    sends: str
 
     def __str__(self) -> str:
         text = self.engine
@@ -51,6 +51,7 @@ class Candidate:
 
 DDP = Candidate(
     "ddp",
+    {},
     holds="parameters + gradients + optimizer state + saved",
     sends="2 x gradients",
 )
@@ -68,6 +69,7 @@ _FSDP_IN_NODE = Candidate(
 )
 _FSDP = Candidate(
     "fsdp",
+    {},
     holds="(parameters + gradients + optimizer state) / n + two blocks + saved",
     sends="2 x parameters + gradients",
 )
