@@ -522,14 +522,6 @@ def _sum_of_pair(pair: Sequence[torch.Tensor]) -> torch.Tensor:
 # What the backends share.
 
 
-def count_of_samples(inputs: Any) -> int | None:
-    """Return the length of the first tensor that has dimensions; None: there is none."""
-    for leaf in leaves(inputs):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return len(leaf)
-    return None
-
-
 def columns_of(outputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Return the leaves at each position of the outputs of all parts.
 

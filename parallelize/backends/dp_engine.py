@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from typing_extensions import override
 
-from parallelize.backends.batches import columns_of, count_of_samples, summed_loss
+from parallelize.backends.batches import columns_of, summed_loss
 from parallelize.errors import ConfigError
 from parallelize.gradients.target_counts import join_weights
 from parallelize.plugins.base import Inner, LocalEngine
@@ -133,3 +133,11 @@ def gathered_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: t
             else:
                 gathered.append(torch.cat(tensors))
     return with_leaves(outputs[0], gathered)
+
+
+def count_of_samples(inputs: Any) -> int | None:
+    """Return the length of the first tensor that has dimensions; None: there is none."""
+    for leaf in leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return len(leaf)
+    return None

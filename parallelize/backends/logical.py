@@ -32,8 +32,9 @@ from torch import nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from parallelize.backends.batches import Batch, Inputs, count_of_samples, joined_parts
+from parallelize.backends.batches import Batch, Inputs, joined_parts
 from parallelize.backends.ddp_engine import DDPOptions
+from parallelize.backends.dp_engine import count_of_samples
 from parallelize.backends.logical_checks import LogicalChecks
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
