@@ -104,64 +104,60 @@ class Profile:
     host_share: float = 0.0
 
 
-@dataclass(frozen=True)
-class CallTree:
-    """Which submodules a forward has called, and how often: `a.b` is called inside `a`.
+def units_of(modules: Mapping[str, nn.Module], calls: Counter[str]) -> list[str]:
+    """Return the leaves, each by the name of the largest submodule that begins with it.
 
-        blocks.0              called once
-          blocks.0.norm       called once, calls nothing: a leaf
-          blocks.0.recurrent  called twice: a leaf, whose calls are in one stage
-            ....recurrent.cell  inside a leaf
+        blocks.0            called once; begins with a leaf, whose unit has this name
+          blocks.0.norm     called once, calls nothing: a leaf
+          blocks.0.linear   a leaf, too, and a unit
+        recurrent           called twice: a leaf, whose calls are in one stage
+          recurrent.cell    inside a leaf
+        act                 called twice, without parameters: it computes where it is called
 
     Args:
-        modules: the submodules by their names.
+        modules: the submodules by their names; `a.b` is called inside `a`.
         calls: numbers of calls by the names, in the order of the first calls.
     """
+    leaves = _leaves(modules, calls)
+    callers_of_leaves: set[str] = set()
+    for leaf in leaves:
+        callers_of_leaves.update(_callers(leaf, calls))
+    units: list[str] = []
+    # The largest submodule that has begun since the latest leaf.
+    largest = None
+    for name in calls:
+        if name not in leaves and name not in callers_of_leaves:
+            continue
+        # A submodule may call another one that is not inside it: a leaf of that begins elsewhere.
+        if largest is None or not name.startswith(f"{largest}."):
+            largest = name
+        if name in leaves:
+            units.append(largest)
+            largest = None
+    return units
 
-    modules: Mapping[str, nn.Module]
-    calls: Counter[str]
 
-    def leaves(self) -> list[str]:
-        """Return the submodules that are not divided further, in the order of their first calls.
+def _leaves(modules: Mapping[str, nn.Module], calls: Counter[str]) -> set[str]:
+    """Return the submodules that are not divided further: their calls are in one stage."""
+    callers: set[str] = set()
+    for name in calls:
+        callers.update(_callers(name, calls))
+    leaves: set[str] = set()
+    for name in calls:
+        if any(calls[caller] > 1 for caller in _callers(name, calls)):
+            continue
+        is_leaf = name not in callers
+        if calls[name] > 1:
+            is_leaf = next(all_parameters(modules[name]), None) is not None
+        if is_leaf:
+            leaves.add(name)
+    return leaves
 
-        They call no other one, or are called several times. A submodule without parameters that is
-        called several times is none: it computes where it is called, such as an activation that
-        all blocks share.
-        """
-        callers: set[str] = set()
-        for name in self.calls:
-            callers.update(self.callers_of(name))
-        return [name for name in self.calls if self._is_leaf(name, callers)]
 
-    def _is_leaf(self, name: str, callers: set[str]) -> bool:
-        if any(self.calls[caller] > 1 for caller in self.callers_of(name)):
-            return False
-        if self.calls[name] > 1:
-            return next(all_parameters(self.modules[name]), None) is not None
-        return name not in callers
-
-    def units(self) -> list[str]:
-        """Return the leaves, each by the name of the largest submodule that begins with it.
-
-        A submodule whose leaves are not one after another is no part of a chain, and gives no name.
-        """
-        leaves = self.leaves()
-        positions_inside = defaultdict[str, list[int]](list)
-        for position, leaf in enumerate(leaves):
-            for name in (*self.callers_of(leaf), leaf):
-                positions_inside[name].append(position)
-        units = [*leaves]
-        # A caller comes after what it calls, so that its name stays.
-        for name in reversed(self.calls):
-            positions = positions_inside[name]
-            if positions and positions[-1] - positions[0] == len(positions) - 1:
-                units[positions[0]] = name
-        return units
-
-    def callers_of(self, name: str) -> list[str]:
-        """Return the called submodules around a submodule, the outermost one first."""
-        *outer_paths, _ = itertools.accumulate(name.split("."), "{}.{}".format)
-        return [path for path in outer_paths if path in self.calls]
+def _callers(name: str, calls: Counter[str]) -> list[str]:
+    """Return the called submodules around a submodule, the outermost one first."""
+    *outer_paths, _ = itertools.accumulate(name.split("."), "{}.{}".format)
+    return [path for path in outer_paths if path in calls]
 
 
 class _CallRecorder:
@@ -216,14 +212,13 @@ def find_chain(model: nn.Module, forward: Callable[[], object], *, samples: int)
         # The outputs must stay alive: what autograd has saved for them keeps the arguments alive.
         outputs = tensors_in(forward())
     changing = recorder.changing()
-    tree = CallTree(modules, recorder.calls)
-    units = tree.units()
+    units = units_of(modules, recorder.calls)
     places: list[int] = []
     moved: list[float] = []
     for position, unit in enumerate(units):
         if position == 0 or unit not in changing:
             places.append(position)
-        names = (*tree.callers_of(unit), unit)
+        names = (*_callers(unit, recorder.calls), unit)
         moved.append(sum(recorder.argument_bytes[name] for name in names) / samples)
     parameters, trained = parameter_bytes(model, units)
     # If the loss is among the outputs, nothing is computed from the others.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import nn
 
 from parallelize.backends.balanced.profiling import (
-    CallTree,
     Chain,
     Profile,
     UnitMeter,
@@ -68,12 +65,34 @@ def test_units_are_in_call_order() -> None:
     assert chain.moved.tolist() == [32, 64, 32, 64, 32, 32, 64]
 
 
-def test_a_module_whose_leaves_are_apart_gives_no_name() -> None:
-    """A unit is named after the largest module whose leaves are one after another."""
-    modules = {name: nn.Linear(1, 1) for name in ("a", "a.x", "b", "a.y")}
-    tree = CallTree(modules, Counter(["a", "a.x", "b", "a.y"]))
-    assert tree.leaves() == ["a.x", "b", "a.y"]
-    assert tree.units() == ["a.x", "b", "a.y"]
+class Encoder(nn.Module):
+    """Calls a submodule that the model around it has, too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layer, self.act = shared, nn.Linear(8, 8), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(self.embed(x)))
+
+
+class WithEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+        self.encoder = Encoder(self.shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+
+def test_a_unit_of_a_caller_begins_with_its_call() -> None:
+    """A module that calls a unit from outside of it before its own ones gives those no name.
+
+    Else the arguments of its first unit would be moved too early, and computed on the device of the outer unit.
+    """
+    chain = chain_of(WithEncoder())
+    assert chain.units == ("shared", "encoder.layer", "encoder.act")
 
 
 def test_seconds_of_backward() -> None:
