@@ -250,10 +250,10 @@ def best_step(found: Result) -> float:
     for order in set(itertools.permutations(found.specs)) if len(found.specs) < 5 else [found.specs]:
         for power in range(-12, 13):
             seconds = phases[0] + 1.3**power * phases[1]
-            bounds = split(
+            cost, bounds = split(
                 (seconds / each.speed).masked_fill(search.needed(each) > each.cap_bytes, math.inf) for each in order
             )
-            if bounds is not None:
+            if math.isfinite(cost):
                 used = [(each, i, j) for each, (i, j) in zip(order, itertools.pairwise(bounds), strict=True) if i < j]
                 times = [[float(phase[i, j]) / each.speed for each, i, j in used] for phase in phases]
                 steps.append(planner.step_s(*times, MICROBATCHES))

@@ -41,16 +41,17 @@ def sums(costs: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
     return stages.masked_fill(is_empty, math.inf)
 
 
-def split(costs_by_device: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
-    """Return the bounds of the stages whose largest cost is the least; None if it is infinite.
+def split(costs_by_device: Iterable[torch.Tensor]) -> tuple[float, tuple[int, ...]]:
+    """Return the least that the most expensive stage can cost, and the bounds of these stages.
 
     Args:
         costs_by_device: for each device, in the order of the stages, what each stage would cost
             there. Shape (n, n + 1) each.
 
     Returns:
-        places: where the first stage begins, and where the stage of each device ends. A device
-        without a stage ends where it begins.
+        cost: of the most expensive stage; infinity: no split is possible.
+        bounds: the place where the first stage begins, and where the stage of each device ends. A
+            device without a stage ends where it begins.
     """
     # least[end]: the largest cost of a stage, in the best split of the places before `end` over the
     # devices that the loop has seen. Shape (n + 1,); before the first device, nothing is split.
@@ -65,9 +66,7 @@ def split(costs_by_device: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
         no_stage = torch.arange(ends, device="cpu")
         begins_by_device.append(torch.where(with_stage < least, begins, no_stage).tolist())
         least = torch.minimum(least, with_stage)
-    if math.isinf(least[-1]):
-        return None
     bounds = [len(least) - 1]
     for begins_by_end in reversed(begins_by_device):
         bounds.append(begins_by_end[bounds[-1]])
-    return tuple(reversed(bounds))
+    return float(least[-1]), tuple(reversed(bounds))

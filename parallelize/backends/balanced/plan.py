@@ -32,8 +32,6 @@ class Plan:
             saved activations.
         unsplit_s: predicted seconds of a step on one device; None: the model does not fit on it.
         predicted_s: predicted seconds of a step by this plan.
-        is_split: whether the model is split; otherwise it runs unchanged on the one device in
-            `devices`.
         why: why the model is split this way, or not split.
     """
 
@@ -48,8 +46,12 @@ class Plan:
     memory_bytes: tuple[float, ...] = ()
     unsplit_s: float | None = None
     predicted_s: float | None = None
-    is_split: bool = True
     why: str = ""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the model has stages; otherwise it runs unchanged on the one device."""
+        return len(self.bounds) > 1
 
     @property
     def speedup(self) -> float | None:

@@ -50,7 +50,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -209,7 +209,6 @@ class Planner:
         return Plan(
             samples=profile.samples,
             devices=(str(self.output_device),),
-            is_split=False,
             why=f"no gain: {why}; consider backend='ddp'",
         )
 
@@ -262,10 +261,13 @@ class _Trial:
     def _measured(self, batch: Batch, microbatches: int, size: int) -> Profile:
         """Run some forwards of a micro-batch, and return what they cost."""
         model = self.inner.model
+        forwards = batch.size / size
         with Staged(model, self.placed, self.output_device) as stages:
             self.state.restore()
             with self.state.watching():
-                chain = find_chain(model, lambda: self._forward(stages, batch, size), samples=size)
+                chain = find_chain(
+                    model, lambda: self._forward(stages, batch, size), forwards=forwards
+                )
             # A model that calls no submodules has no units, which take no time.
             measurements = [Measurement()] * (1 + _REPEATS)
             if chain.units:
@@ -274,7 +276,7 @@ class _Trial:
         return profile_of(
             chain,
             measurements,
-            size=size,
+            forwards=forwards,
             samples=batch.size,
             microbatches=microbatches,
             adding_s=seconds_of_adding_a_byte(self.output_device),
@@ -359,31 +361,12 @@ def initial_devices(
         forward_s=parameters,
         backward_s=none,
         saved=none,
-        saved_once=none,
     )
     by_bytes = [replace(spec, speed=spec.cap_bytes) for spec in specs]
     search = Search(profile, by_bytes, options, output_device)
     if search.unsplit_s() is not None:
         return {}
     return search.best().unit_devices()
-
-
-class _Stage(NamedTuple):
-    """A stage of a plan: its fields become columns of the plan.
-
-    Args:
-        device: name of its device.
-        end: the unit before which it ends.
-        forward_s: seconds of a micro-batch's forward.
-        backward_s: seconds of a micro-batch's backward.
-        memory_bytes: bytes that it needs.
-    """
-
-    device: str
-    end: int
-    forward_s: float
-    backward_s: float
-    memory_bytes: float
 
 
 class Search:
@@ -425,13 +408,12 @@ class Search:
         # The places, and the end of the chain. Length n + 1.
         every = len(chain.places) // _MOST_PLACES + 1
         self._places = [*chain.places[::every], len(chain.units)]
-        # Bytes of a sample to move to the stage that begins at a place. Shape (n, 1).
+        # Bytes to move to the stage that begins at a place. Shape (n, 1).
         self._moved = chain.moved[self._places[:-1], None]
         # All others are matrices of stages. Shape (n, n + 1).
         self.forward_s = sums(profile.forward_s, self._places)
         self.backward_s = sums(profile.backward_s, self._places)
-        saved = sums(profile.saved * profile.samples + profile.saved_once, self._places)
-        self._held = saved + self._moved * profile.samples
+        self._held = sums(profile.saved, self._places) + self._moved
         self._trained = sums(chain.trained, self._places)
         # Parameters, their gradients, and the state of the optimizer.
         weights = chain.parameters + (1 + options.optimizer_state) * chain.trained
@@ -444,15 +426,14 @@ class Search:
         autograd saves of the batch, and what is moved to it; or, in the step of the optimizer,
         another copy of the parameters.
         """
-        outputs = self._profile.chain.output_bytes * self._profile.samples
         held = self._held.clone()
         if spec.device == self._output_device:
             # All outputs are joined there, and the inputs are there.
-            held += self._profile.chain.loss_bytes * self._profile.samples
-            held[0] -= self._moved[0] * self._profile.samples
+            held += self._profile.chain.loss_bytes
+            held[0] -= self._moved[0]
         else:
             # The outputs of the last stage, and their gradients.
-            held[:, -1] += 2 * outputs
+            held[:, -1] += 2 * self._profile.chain.output_bytes
         return self._weights + held.maximum(self._trained)
 
     def unsplit_s(self) -> float | None:
@@ -485,34 +466,35 @@ class Search:
         """Return the plan whose slowest stage is the fastest; None: no split fits."""
         profile = self._profile
         # Shape (n, 1). The inputs of the batch, at place 0, are moved at once.
-        moved_s = self._moved * (profile.samples / profile.microbatches / _BYTES_PER_S)
+        moved_s = self._moved / profile.microbatches / _BYTES_PER_S
         moved_s[0] = 0.0
-        bounds = split(self._costs(spec, moved_s) for spec in order)
-        if bounds is None:
+        slowest_s, bounds = split(self._costs(spec, moved_s) for spec in order)
+        if math.isinf(slowest_s):
             return None
-        stages: list[_Stage] = []
+        # Of each stage.
+        devices: list[str] = []
+        ends: list[int] = []
+        forward_s: list[float] = []
+        backward_s: list[float] = []
+        memory_bytes: list[float] = []
         for spec, (begin, end) in zip(order, itertools.pairwise(bounds), strict=True):
             if begin < end:
                 moving_s = float(moved_s[begin])
-                stage = _Stage(
-                    device=spec.device,
-                    end=self._places[end],
-                    forward_s=float(self.forward_s[begin, end]) / spec.speed + moving_s,
-                    backward_s=float(self.backward_s[begin, end]) / spec.speed + moving_s,
-                    memory_bytes=float(self.needed(spec)[begin, end]),
-                )
-                stages.append(stage)
-        devices, ends, forward_s, backward_s, memory_bytes = zip(*stages, strict=True)
+                devices.append(spec.device)
+                ends.append(self._places[end])
+                forward_s.append(float(self.forward_s[begin, end]) / spec.speed + moving_s)
+                backward_s.append(float(self.backward_s[begin, end]) / spec.speed + moving_s)
+                memory_bytes.append(float(self.needed(spec)[begin, end]))
         predicted_s = step_s(forward_s, backward_s, profile.microbatches)
         return Plan(
             samples=profile.samples,
             units=profile.chain.units,
             bounds=(0, *ends),
-            devices=devices,
+            devices=tuple(devices),
             microbatches=profile.microbatches,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            memory_bytes=memory_bytes,
+            forward_s=tuple(forward_s),
+            backward_s=tuple(backward_s),
+            memory_bytes=tuple(memory_bytes),
             predicted_s=predicted_s + self._copying_s(devices[0], devices[-1]),
         )
 
@@ -534,22 +516,16 @@ class Search:
 
         The gradient of the outputs is copied, too.
         """
-        bytes_of_sample = 0.0
+        copied = 0.0
         if first_device != self._output_device:
-            bytes_of_sample += float(self._moved[0])
+            copied += float(self._moved[0])
         if last_device != self._output_device:
-            bytes_of_sample += 2 * self._profile.chain.output_bytes
-        return bytes_of_sample * self._profile.samples / _BYTES_PER_S
+            copied += 2 * self._profile.chain.output_bytes
+        return copied / _BYTES_PER_S
 
     def _does_not_fit(self) -> ConfigError:
         """Return the error that says how many bytes every device would need."""
-        matrices = [self.needed(spec) for spec in self._specs]
-        bounds = split(matrices) or ()
-        sizes: list[float] = []
-        for needed, (begin, end) in zip(matrices, itertools.pairwise(bounds), strict=True):
-            if begin < end:
-                sizes.append(float(needed[begin, end]))
-        size = max(sizes)
+        size, _ = split(self.needed(spec) for spec in self._specs)
         return ConfigError(
             f"the model does not fit on {', '.join(spec.device for spec in self._specs)}",
             why=f"the best split needs at least {size / 2**20:.1f} MiB ({size:.0f} bytes) on every "

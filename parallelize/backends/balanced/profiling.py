@@ -57,16 +57,18 @@ which have a gradient, and so has what is saved. The joined outputs are the four
 class Chain:
     """The units of a model in the order of their first calls; vectors have an element per unit.
 
+    Bytes of tensors are those of all samples of the batch.
+
     Args:
         units: their names; a unit is named after the largest module that begins with it.
         places: the units at which a stage may begin, by their positions. A unit that changes its
             arguments in place is none: they are read on the former device, too.
-        moved: bytes per sample to move if a stage begins at a unit: the arguments of its call, and
-            of the calls around it.
+        moved: bytes to move if a stage begins at a unit: the arguments of its call, and of the
+            calls around it.
         parameters: bytes of parameters and buffers.
         trained: bytes of trained parameters.
-        output_bytes: bytes per sample of the outputs.
-        loss_bytes: bytes per sample of the joined outputs and of a loss of them.
+        output_bytes: bytes of the outputs.
+        loss_bytes: bytes of the joined outputs and of a loss of them.
     """
 
     units: tuple[str, ...]
@@ -88,9 +90,7 @@ class Profile:
         microbatches: number of micro-batches of the batch.
         forward_s: seconds of a micro-batch's forward.
         backward_s: seconds of a micro-batch's backward.
-        saved: bytes per sample that autograd saves.
-        saved_once: bytes that autograd saves once for all micro-batches, such as the parameters
-            that mixed precision has cast.
+        saved: bytes that autograd saves of the batch.
         host_share: of the seconds of a forward, the fraction in which the host is busy.
     """
 
@@ -100,7 +100,6 @@ class Profile:
     forward_s: torch.Tensor
     backward_s: torch.Tensor
     saved: torch.Tensor
-    saved_once: torch.Tensor
     host_share: float = 0.0
 
 
@@ -196,13 +195,13 @@ class _CallRecorder:
         return names
 
 
-def find_chain(model: nn.Module, forward: Callable[[], object], *, samples: int) -> Chain:
+def find_chain(model: nn.Module, forward: Callable[[], object], *, forwards: float) -> Chain:
     """Return the units of a model.
 
     Args:
         model: the user's model.
         forward: runs a forward, and returns its output.
-        samples: number of samples of this forward.
+        forwards: number of such forwards that have the samples of the batch.
     """
     modules = _visible_submodules(model)
     recorder = _CallRecorder()
@@ -219,7 +218,7 @@ def find_chain(model: nn.Module, forward: Callable[[], object], *, samples: int)
         if position == 0 or unit not in changing:
             places.append(position)
         names = (*_callers(unit, recorder.calls), unit)
-        moved.append(sum(recorder.argument_bytes[name] for name in names) / samples)
+        moved.append(sum(recorder.argument_bytes[name] for name in names) * forwards)
     parameters, trained = parameter_bytes(model, units)
     # If the loss is among the outputs, nothing is computed from the others.
     has_loss = any(output.dim() == 0 for output in outputs)
@@ -230,8 +229,8 @@ def find_chain(model: nn.Module, forward: Callable[[], object], *, samples: int)
         moved=_vector(moved),
         parameters=parameters,
         trained=trained,
-        output_bytes=sum(map(_bytes, outputs)) / samples,
-        loss_bytes=bytes_per_output * sum(output.numel() for output in outputs) / samples,
+        output_bytes=sum(map(_bytes, outputs)) * forwards,
+        loss_bytes=bytes_per_output * sum(output.numel() for output in outputs) * forwards,
     )
 
 
@@ -256,12 +255,8 @@ def parameter_bytes(model: nn.Module, units: Sequence[str]) -> tuple[torch.Tenso
         held[unit] += _bytes(tensor)
         if tensor.requires_grad:
             trained[unit] += _bytes(tensor)
-    return _in_order(held, units), _in_order(trained, units)
-
-
-def _in_order(size_of_unit: Mapping[str, int], units: Sequence[str]) -> torch.Tensor:
-    """Return sizes as a vector, in the order of the units; a unit without a size has 0."""
-    return _vector([size_of_unit[unit] for unit in units])
+    # A unit without parameters has 0.
+    return _vector([held[unit] for unit in units]), _vector([trained[unit] for unit in units])
 
 
 def _visible_submodules(model: nn.Module) -> dict[str, nn.Module]:
@@ -353,7 +348,7 @@ def profile_of(
     chain: Chain,
     measurements: Sequence[Measurement],
     *,
-    size: int,
+    forwards: float,
     samples: int,
     microbatches: int,
     adding_s: float,
@@ -363,23 +358,23 @@ def profile_of(
     Args:
         chain: the units.
         measurements: of forwards, the first of which has warmed up.
-        size: number of samples of each forward.
+        forwards: number of such forwards that have the samples of the batch: of its micro-batches,
+            or, where these do not fit, of smaller ones.
         samples: number of samples of the batch.
-        microbatches: number of micro-batches of the batch. Where these do not fit, smaller ones are
-            measured.
+        microbatches: number of micro-batches of the batch.
         adding_s: seconds to add a byte to another one.
     """
     first, *repeats = measurements
     seconds: list[float] = []
     saved: list[float] = []
-    saved_once: list[float] = []
     for unit in chain.units:
         seconds.append(statistics.median(repeat.seconds[unit] for repeat in repeats))
         saved_again = repeats[-1].saved[unit]
-        saved.append(saved_again / size)
-        saved_once.append(max(0, first.saved[unit] - saved_again))
+        # Once for all micro-batches, such as the parameters that mixed precision has cast.
+        saved_once = max(0, first.saved[unit] - saved_again)
+        saved.append(saved_once + saved_again * forwards)
     host_s = statistics.median(repeat.host_s for repeat in repeats)
-    forward_s = _vector(seconds) * (samples / microbatches / size)
+    forward_s = _vector(seconds) * (forwards / microbatches)
     is_trained = chain.trained > 0
     has_gradient = is_trained.cumsum(0) > 0
     # A unit with frozen parameters computes gradients of its inputs alone. One without parameters
@@ -393,7 +388,6 @@ def profile_of(
         forward_s=forward_s,
         backward_s=forward_s * passes + chain.trained * adding_s,
         saved=_vector(saved),
-        saved_once=_vector(saved_once),
         host_share=min(1.0, host_s / max(sum(seconds), 1e-12)),
     )
 

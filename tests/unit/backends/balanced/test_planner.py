@@ -37,7 +37,7 @@ def profile(
     samples: int = 8,
     **of_chain: Any,
 ) -> Profile:
-    """Return the costs of units, in seconds of a micro-batch, and in bytes of a sample.
+    """Return the costs of units, in seconds of a micro-batch, and in bytes of the batch.
 
     By default, backward takes twice as long as forward, and all is trained.
     """
@@ -60,7 +60,6 @@ def profile(
         forward_s=vector(forward),
         backward_s=vector(backward or [2 * seconds for seconds in forward]),
         saved=vector(saved),
-        saved_once=vector(0.0),
     )
 
 
@@ -170,12 +169,10 @@ def test_no_stage_begins_where_arguments_are_changed() -> None:
 def test_memory_of_a_stage() -> None:
     """Parameters, gradients and optimizer state; with activations and what is moved, or a step."""
     costs = profile(
-        [1.0] * 2, parameters=1.0 * MIB, saved=10.0 * MIB, moved=1.0 * MIB, samples=7, output_bytes=MIB, loss_bytes=MIB
+        [1.0] * 2, parameters=1.0 * MIB, saved=70.0 * MIB, moved=7.0 * MIB, output_bytes=7 * MIB, loss_bytes=7 * MIB
     )
     # The first stage gets the inputs, the last one has the outputs.
     assert best(costs, devices(2)).memory_bytes == ((4 + 70 + 7) * MIB, (4 + 70 + 7 + 7) * MIB)
-    costs.saved_once[0] += 5.0 * MIB
-    assert best(costs, devices(2)).memory_bytes[0] == (4 + 70 + 7 + 5) * MIB
     for state, copies in ((2.0, 5.0), (1.0, 4.0), (0.0, 3.0)):
         heavy = best(profile([1.0], parameters=1.0 * MIB), devices(1), state=state)
         assert heavy.memory_bytes == (copies * MIB,)
@@ -239,10 +236,10 @@ def largest(bounds: tuple[int, ...], devices: list[torch.Tensor]) -> float:
 
 @given(problems())
 def test_a_split_equals_enumeration(devices: list[torch.Tensor]) -> None:
-    """No partition has a smaller largest cost; None means that each has an infinite one."""
+    """No partition has a smaller largest cost; it is infinite if that of each one is."""
     n = len(devices[0])
     every = itertools.combinations_with_replacement(range(n + 1), len(devices) - 1)
     best = min(largest((0, *inner, n), devices) for inner in every)
-    found = split(devices)
-    assert (found is None) == math.isinf(best)
-    assert found is None or largest(found, devices) == best
+    cost, bounds = split(devices)
+    assert cost == best
+    assert math.isinf(best) or largest(bounds, devices) == best

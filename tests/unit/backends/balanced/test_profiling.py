@@ -41,16 +41,18 @@ class Model(nn.Module):
 
 
 def chain_of(model: nn.Module) -> Chain:
-    return find_chain(model, lambda: model(torch.randn(4, 8)), samples=4)
+    return find_chain(model, lambda: model(torch.randn(4, 8)), forwards=1)
 
 
 def measured(model: nn.Module, x: torch.Tensor, *, microbatches: int = 2) -> Profile:
-    chain = find_chain(model, lambda: model(x), samples=len(x))
+    chain = find_chain(model, lambda: model(x), forwards=microbatches)
     torch.clear_autocast_cache()
     meter = UnitMeter(model, chain.units, torch.device("cpu"))
     measurements = meter.measure([lambda: model(x.clone())] * 4)
     samples = microbatches * len(x)
-    return profile_of(chain, measurements, size=len(x), samples=samples, microbatches=microbatches, adding_s=ADDING_S)
+    return profile_of(
+        chain, measurements, forwards=microbatches, samples=samples, microbatches=microbatches, adding_s=ADDING_S
+    )
 
 
 def test_units_are_in_call_order() -> None:
@@ -62,7 +64,7 @@ def test_units_are_in_call_order() -> None:
     # The unused layer belongs to the unit before it.
     assert chain.parameters.tolist() == [64, unit, 64, unit, unit + 64, 2 * unit, 0]
     # Inside of a block, its argument may still be needed.
-    assert chain.moved.tolist() == [32, 64, 32, 64, 32, 32, 64]
+    assert chain.moved.tolist() == [128, 256, 128, 256, 128, 128, 256]
 
 
 class Encoder(nn.Module):
@@ -114,16 +116,17 @@ def test_seconds_of_backward() -> None:
 
 
 def test_seconds_of_smaller_micro_batches() -> None:
-    """If only half a micro-batch fits, a micro-batch takes twice as long, and saves per sample."""
+    """If only half a micro-batch fits, a micro-batch takes twice as long, and saves twice as much."""
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
-    chain = find_chain(model, lambda: model(x), samples=2)
+    chain = find_chain(model, lambda: model(x), forwards=4)
     meter = UnitMeter(model, chain.units, torch.device("cpu"))
     measurements = meter.measure([lambda: model(x.clone())] * 2)
     whole, half = (
-        profile_of(chain, measurements, size=2, samples=samples, microbatches=4, adding_s=0.0) for samples in (8, 16)
+        profile_of(chain, measurements, forwards=forwards, samples=16, microbatches=4, adding_s=0.0)
+        for forwards in (4, 8)
     )
     assert torch.equal(2 * whole.forward_s, half.forward_s)
-    assert torch.equal(whole.saved, half.saved)
+    assert torch.equal(2 * whole.saved, half.saved)
 
 
 def test_an_argument_that_is_changed_after_the_call() -> None:
@@ -155,20 +158,18 @@ def test_a_compiled_module_is_one_unit() -> None:
 def test_bytes_that_autograd_saves() -> None:
     """Each storage counts once, for the unit that saves it first; parameters do not."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
-    profile = measured(model, torch.randn(4, 8))
-    assert profile.saved.tolist() == [32, 32, 0, 32]
-    assert profile.saved_once.tolist() == [0, 0, 0, 0]
-    assert (profile.chain.output_bytes, profile.chain.loss_bytes) == (4 * 8, 16 * 8)
+    profile = measured(model, torch.randn(4, 8), microbatches=2)
+    assert profile.saved.tolist() == [2 * 128, 2 * 128, 0, 2 * 128]
+    assert (profile.chain.output_bytes, profile.chain.loss_bytes) == (2 * 128, 2 * 512)
 
 
 def test_bytes_that_micro_batches_share() -> None:
     """Mixed precision casts a parameter once for all micro-batches, which save the same cast."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.autocast("cpu", torch.bfloat16):
-        profile = measured(model, torch.randn(4, 8))
+        profile = measured(model, torch.randn(4, 8), microbatches=2)
     # The first layer computes no gradient of its input, for which it would need the cast.
-    assert profile.saved_once.tolist() == [0, 8 * 8 * 2]
-    assert profile.saved.tolist() == [2 * 8, 2 * 8]
+    assert profile.saved.tolist() == [2 * 64, 2 * 64 + 8 * 8 * 2]
 
 
 class Listed(nn.Module):
