@@ -69,6 +69,11 @@ class BatchNorms:
         """Whether any of the modules normalizes by the moments of a batch."""
         return any(module.training for module in self.modules)
 
+    @property
+    def least_samples(self) -> int:
+        """Return how many samples a micro-batch has at least: a batch norm trains on two."""
+        return 2 if self.is_training else 1
+
     def begin_microbatch(self) -> None:
         """Keep the moments of the following calls as those of a new micro-batch."""
         self._microbatches.append({})

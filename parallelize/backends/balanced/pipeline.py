@@ -151,7 +151,7 @@ class Pipeline:
         batch = Batch.of(inputs, self.batch_dim)
         if isinstance(batch, WholeReason):
             return self._run_whole(Batch.whole(inputs), batch)
-        microbatches = min(self.microbatches, batch.size // self._least_samples())
+        microbatches = min(self.microbatches, batch.size // self.staged.norms.least_samples)
         if microbatches < 2:
             return self._run_whole(batch)
         reason = self._reason_of_call()
@@ -175,12 +175,6 @@ class Pipeline:
         """Return what is known of the batches of the same kind."""
         modes = self.inner.method, self.inner.model.training, torch.is_grad_enabled()
         return self._verdicts.setdefault((*modes, *batch.signature()), _Verdict())
-
-    def _least_samples(self) -> int:
-        """Return how many samples a micro-batch has at least: batch norm trains on two."""
-        if self.staged.norms.is_training:
-            return 2
-        return 1
 
     def _reason_of_call(self) -> WholeReason | None:
         """Return why this batch cannot be split, whatever its kind is; None: it may be.
@@ -256,7 +250,7 @@ class Pipeline:
         """
         first, second, *_ = batch.sizes(microbatches)
         samples = first + second
-        least = 2 * self._least_samples()
+        least = 2 * self.staged.norms.least_samples
         while True:
             try:
                 return self._compare_samples(batch.trial(samples), verdict)
