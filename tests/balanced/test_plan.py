@@ -83,6 +83,16 @@ def test_a_stage_has_four_micro_batches(samples: int, microbatches: int, memory:
     assert_equal_gradients(model, alone)
 
 
+@pytest.mark.parametrize(("trains", "samples", "microbatches"), [(True, 8, 4), (False, 8, 8), (True, 3, 1)])
+def test_batch_norm_trains_on_two_samples(trains: bool, samples: int, microbatches: int) -> None:
+    """In evaluation it does not need them, and a batch that is one micro-batch is not split."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).train(trains)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=8)):
+        loss_of(model(torch.randn(samples, 8))).backward()
+    assert (plan(model).microbatches, plan(model).is_split) == (microbatches, microbatches > 1)
+    assert "in a trial" not in plan(model).why
+
+
 class Constant(nn.Module):
     """Reads a number of samples from its configuration."""
 

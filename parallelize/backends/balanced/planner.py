@@ -48,13 +48,12 @@ import math
 import operator
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced.microbatch import Staged
 from parallelize.backends.balanced.partition import split, sums
@@ -139,34 +138,28 @@ class Planner:
         specs = device_specs(self.devices, memory=self.options.memory, model=model)
         placed = initial_devices(model, specs, self.options, output_device=self.output_device)
         place(model, placed, otherwise=self.output_device)
-        trial = _Trial(
-            inner=self.inner, placed=placed, output_device=self.output_device, state=state
-        )
-        profile = self._profile_of_parts(trial, inputs)
         why = ""
-        if isinstance(profile, str):
-            why = f"the first batch runs whole: {profile}"
-            profile = trial.profile(Batch.whole(inputs), 1)
-            # One sample has no parts, on which forward could fail.
-            assert isinstance(profile, Profile)
+        with Staged(model, placed, self.output_device) as stages:
+            trial = _Trial(inner=self.inner, stages=stages, state=state)
+            profile = self._profile_of_parts(trial, inputs)
+            if isinstance(profile, str):
+                why = f"the first batch runs whole: {profile}"
+                profile = trial.profile(Batch.whole(inputs), 1)
+                # One sample has no parts, on which forward could fail.
+                assert isinstance(profile, Profile)
         return self._choose(profile, specs, why)
 
     def _profile_of_parts(self, trial: _Trial, inputs: Inputs) -> Profile | str:
         """Return the costs of micro-batches, or why the batch runs whole."""
-        if self.options.microbatches == 1:
+        microbatches = self.options.microbatches
+        if microbatches == 1:
             return trial.profile(Batch.whole(inputs), 1)
         batch = Batch.of(inputs, self.options.batch_dim)
         if isinstance(batch, WholeReason):
             return _first_line(batch)
-        return trial.profile(batch, self._microbatches(batch))
-
-    def _microbatches(self, batch: Batch) -> int:
-        """Return the number of micro-batches: the user's, or four times the number of stages."""
-        wanted = self.options.microbatches
-        if wanted == "auto":
-            wanted = _MICROBATCHES_PER_STAGE * len(self.devices)
-        most = batch.size // _least_samples(self.inner.model, batch)
-        return max(1, min(wanted, most))
+        if microbatches == "auto":
+            microbatches = _MICROBATCHES_PER_STAGE * len(self.devices)
+        return trial.profile(batch, microbatches)
 
     def _choose(self, profile: Profile, specs: Sequence[DeviceSpec], why: str) -> Plan:
         """Return the plan that is predicted to be fastest: to split the model, or not to.
@@ -184,9 +177,9 @@ class Planner:
         unsplit_s = search.unsplit_s()
         if unsplit_s is None:
             return replace(search.best(), why=why or "the fastest split that fits")
-        if profile.samples == 1:
+        if profile.microbatches == 1:
             return self._leave_unsplit(
-                profile, why or "a batch of one sample, or with microbatches=1, is not split"
+                profile, why or "a batch of one micro-batch is no faster on several devices"
             )
         plan = search.best()
         # The host issues the micro-batches one after another, whatever the devices do.
@@ -219,14 +212,12 @@ class _Trial:
 
     Args:
         inner: holds the model.
-        placed: name of a submodule -> its device; {}: all are on the output device.
-        output_device: device of the inputs and of the outputs.
+        stages: the model, on as many devices as its parameters need.
         state: of the model, with which each trial begins.
     """
 
     inner: Inner
-    placed: Mapping[str, torch.device]
-    output_device: torch.device
+    stages: Staged
     state: ModelState
 
     def profile(self, batch: Batch, microbatches: int) -> Profile | str:
@@ -234,10 +225,15 @@ class _Trial:
 
         If forward fails on a part of the batch, the error is returned as text.
 
+        Args:
+            batch: the first one.
+            microbatches: how many it has, if it has as many samples.
+
         Raises:
             ConfigError: the smallest micro-batch does not fit.
         """
-        least = _least_samples(self.inner.model, batch)
+        least = min(batch.size, self.stages.norms.least_samples)
+        microbatches = min(microbatches, batch.size // least)
         size = max(least, round(batch.size / microbatches))
         while True:
             try:
@@ -260,33 +256,27 @@ class _Trial:
 
     def _measured(self, batch: Batch, microbatches: int, size: int) -> Profile:
         """Run some forwards of a micro-batch, and return what they cost."""
-        model = self.inner.model
+        model, output_device = self.inner.model, self.stages.output_device
         forwards = batch.size / size
-        with Staged(model, self.placed, self.output_device) as stages:
-            self.state.restore()
-            with self.state.watching():
-                chain = find_chain(
-                    model, lambda: self._forward(stages, batch, size), forwards=forwards
-                )
-            # A model that calls no submodules has no units, which take no time.
-            measurements = [Measurement()] * (1 + _REPEATS)
-            if chain.units:
-                meter = UnitMeter(model, chain.units, self.output_device)
-                measurements = self._measure(meter, stages, batch.trial(size).inputs)
+
+        def forward() -> Any:
+            with self.stages.batch(is_counted=False):
+                return self.stages.run(self.inner, batch.trial(size).inputs)
+
+        self.state.restore()
+        with self.state.watching():
+            chain = find_chain(model, forward, forwards=forwards)
+        meter = UnitMeter(model, chain.units, output_device)
         return profile_of(
             chain,
-            measurements,
+            self._measure(meter, batch.trial(size).inputs),
             forwards=forwards,
             samples=batch.size,
             microbatches=microbatches,
-            adding_s=seconds_of_adding_a_byte(self.output_device),
+            adding_s=seconds_of_adding_a_byte(output_device),
         )
 
-    def _forward(self, stages: Staged, batch: Batch, size: int) -> Any:
-        with stages.batch(is_counted=False):
-            return stages.run(self.inner, batch.trial(size).inputs)
-
-    def _measure(self, meter: UnitMeter, stages: Staged, inputs: Inputs) -> list[Measurement]:
+    def _measure(self, meter: UnitMeter, inputs: Inputs) -> list[Measurement]:
         """Run micro-batches of one batch, the first of which warms up.
 
         To the session they are one forward: mixed precision casts parameters once for all of them.
@@ -301,20 +291,14 @@ class _Trial:
             for _ in range(1 + _REPEATS):
                 # A forward may change its inputs in place.
                 copies = Batch.whole((args, kwargs)).trial(1).inputs
-                forwards.append(functools.partial(stages.run, call, copies))
+                forwards.append(functools.partial(self.stages.run, call, copies))
             return meter.measure(forwards)
 
         args, kwargs = inputs
         method = types.MethodType(run, self.inner.model)
-        with stages.batch(is_counted=False):
+        with self.stages.batch(is_counted=False):
             measurements: list[Measurement] = self.inner.session.forward(method, *args, **kwargs)
         return measurements
-
-
-def _least_samples(model: nn.Module, batch: Batch) -> int:
-    """Return the number of samples that a micro-batch needs: batch norm trains with two of them."""
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
-    return 2 if has_batch_norm and batch.size >= 4 else 1
 
 
 def _first_line(value: object) -> str:
@@ -411,8 +395,8 @@ class Search:
         # Bytes to move to the stage that begins at a place. Shape (n, 1).
         self._moved = chain.moved[self._places[:-1], None]
         # All others are matrices of stages. Shape (n, n + 1).
-        self.forward_s = sums(profile.forward_s, self._places)
-        self.backward_s = sums(profile.backward_s, self._places)
+        self._forward_s = sums(profile.forward_s, self._places)
+        self._backward_s = sums(profile.backward_s, self._places)
         self._held = sums(profile.saved, self._places) + self._moved
         self._trained = sums(chain.trained, self._places)
         # Parameters, their gradients, and the state of the optimizer.
@@ -441,7 +425,7 @@ class Search:
         for spec in self._specs:
             is_output_device = spec.device == self._output_device
             if is_output_device and self.needed(spec)[0, -1] <= spec.cap_bytes:
-                step_of_microbatch_s = float(self.forward_s[0, -1] + self.backward_s[0, -1])
+                step_of_microbatch_s = float(self._forward_s[0, -1] + self._backward_s[0, -1])
                 return step_of_microbatch_s * self._profile.microbatches / spec.speed
         return None
 
@@ -482,8 +466,8 @@ class Search:
                 moving_s = float(moved_s[begin])
                 devices.append(spec.device)
                 ends.append(self._places[end])
-                forward_s.append(float(self.forward_s[begin, end]) / spec.speed + moving_s)
-                backward_s.append(float(self.backward_s[begin, end]) / spec.speed + moving_s)
+                forward_s.append(float(self._forward_s[begin, end]) / spec.speed + moving_s)
+                backward_s.append(float(self._backward_s[begin, end]) / spec.speed + moving_s)
                 memory_bytes.append(float(self.needed(spec)[begin, end]))
         predicted_s = step_s(forward_s, backward_s, profile.microbatches)
         return Plan(
@@ -508,7 +492,7 @@ class Search:
         Returns:
             a matrix of stages. Shape (n, n + 1).
         """
-        seconds = (self.forward_s + self.backward_s) / spec.speed + 2 * moved_s
+        seconds = (self._forward_s + self._backward_s) / spec.speed + 2 * moved_s
         return seconds.masked_fill(self.needed(spec) > spec.cap_bytes, math.inf)
 
     def _copying_s(self, first_device: str, last_device: str) -> float:

@@ -28,11 +28,13 @@ from parallelize.plugins.options import (
     number,
 )
 
-_UNSUPPORTED = frozenset(
-    {
-        *("DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"),
-        *("ScriptModule", "SyncBatchNorm"),
-    }
+_UNSUPPORTED = (
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "ScriptModule",
+    "SyncBatchNorm",
 )
 """Names of torch's classes, since importing FSDP takes a second."""
 

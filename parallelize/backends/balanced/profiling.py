@@ -322,7 +322,9 @@ class UnitMeter:
     def _measure_one(self, forward: Callable[[], object]) -> Measurement:
         self._measurement = measurement = Measurement()
         # The first unit begins before it is called: what comes before its call belongs to it.
-        self._laps = [_Lap(next(iter(self._units)), self._device, now(self._device))]
+        # A model that calls no submodules has no units.
+        first_unit = next(iter(self._units), "")
+        self._laps = [_Lap(first_unit, self._device, now(self._device))]
         began = time.perf_counter()
         forward()
         measurement.host_s = time.perf_counter() - began
