@@ -31,7 +31,7 @@ import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,60 +103,66 @@ class Profile:
     host_share: float = 0.0
 
 
-def units_of(modules: Mapping[str, nn.Module], calls: Counter[str]) -> list[str]:
-    """Return the leaves, each by the name of the largest submodule that begins with it.
+def units_of(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> list[str]:
+    """Return the units: the leaves, each by the name of the largest submodule that begins with it.
 
         blocks.0            called once; begins with a leaf, whose unit has this name
           blocks.0.norm     called once, calls nothing: a leaf
           blocks.0.linear   a leaf, too, and a unit
-        recurrent           called twice: a leaf, whose calls are in one stage
+        recurrent           called twice: a leaf, whose calls are in one stage, and a unit
           recurrent.cell    inside a leaf
         act                 called twice, without parameters: it computes where it is called
 
     Args:
         modules: the submodules by their names; `a.b` is called inside `a`.
-        calls: numbers of calls by the names, in the order of the first calls.
+        calls: their names, in the order of the calls.
     """
-    leaves = _leaves(modules, calls)
+    counts = Counter(calls)
+    leaves = _leaves(modules, counts)
     callers_of_leaves: set[str] = set()
     for leaf in leaves:
-        callers_of_leaves.update(_callers(leaf, calls))
-    units: list[str] = []
+        callers_of_leaves.update(_callers(leaf, counts))
+    unit_of_leaf: dict[str, str] = {}
     # The largest submodule that has begun since the latest leaf.
-    largest = None
+    largest = ""
     for name in calls:
-        if name not in leaves and name not in callers_of_leaves:
-            continue
-        # A submodule may call another one that is not inside it: a leaf of that begins elsewhere.
-        if largest is None or not name.startswith(f"{largest}."):
-            largest = name
-        if name in leaves:
-            units.append(largest)
-            largest = None
-    return units
+        if name in callers_of_leaves:
+            # A submodule may call another one that is not inside it, and begins elsewhere.
+            if not largest or not name.startswith(f"{largest}."):
+                largest = name
+        elif name in leaves:
+            begins = name.startswith(f"{largest}.") and counts[name] == 1
+            unit_of_leaf.setdefault(name, largest if begins else name)
+            largest = ""
+    return list(unit_of_leaf.values())
 
 
-def _leaves(modules: Mapping[str, nn.Module], calls: Counter[str]) -> set[str]:
-    """Return the submodules that are not divided further: their calls are in one stage."""
+def _leaves(modules: Mapping[str, nn.Module], counts: Counter[str]) -> set[str]:
+    """Return the submodules that are not divided further.
+
+    Args:
+        modules: the submodules by their names.
+        counts: numbers of their calls.
+    """
     callers: set[str] = set()
-    for name in calls:
-        callers.update(_callers(name, calls))
+    for name in counts:
+        callers.update(_callers(name, counts))
     leaves: set[str] = set()
-    for name in calls:
-        if any(calls[caller] > 1 for caller in _callers(name, calls)):
+    for name in counts:
+        if any(counts[caller] > 1 for caller in _callers(name, counts)):
             continue
         is_leaf = name not in callers
-        if calls[name] > 1:
+        if counts[name] > 1:
             is_leaf = next(all_parameters(modules[name]), None) is not None
         if is_leaf:
             leaves.add(name)
     return leaves
 
 
-def _callers(name: str, calls: Counter[str]) -> list[str]:
+def _callers(name: str, called: Container[str]) -> list[str]:
     """Return the called submodules around a submodule, the outermost one first."""
     *outer_paths, _ = itertools.accumulate(name.split("."), "{}.{}".format)
-    return [path for path in outer_paths if path in calls]
+    return [path for path in outer_paths if path in called]
 
 
 class _CallRecorder:
@@ -166,12 +172,12 @@ class _CallRecorder:
     the forward than at a call was changed in this call, or after it.
 
     Attributes:
-        calls: numbers of calls, in the order of the first calls.
+        calls: names of the submodules, in the order of the calls.
         argument_bytes: name of a submodule -> bytes of the arguments of its first call.
     """
 
     def __init__(self) -> None:
-        self.calls = Counter[str]()
+        self.calls: list[str] = []
         self.argument_bytes: dict[str, int] = {}
         # Name of a submodule, an argument of a call, and its version at this time.
         self._versions: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
@@ -179,9 +185,8 @@ class _CallRecorder:
     def enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note a call that begins."""
         arguments = tensors_in((args, kwargs))
-        if name not in self.calls:
-            self.argument_bytes[name] = sum(map(_bytes, arguments))
-        self.calls[name] += 1
+        self.calls.append(name)
+        self.argument_bytes.setdefault(name, sum(map(_bytes, arguments)))
         for tensor in arguments:
             self._versions.append((name, weakref.ref(tensor), tensor._version))
 
@@ -217,7 +222,7 @@ def find_chain(model: nn.Module, forward: Callable[[], object], *, forwards: flo
     for position, unit in enumerate(units):
         if position == 0 or unit not in changing:
             places.append(position)
-        names = (*_callers(unit, recorder.calls), unit)
+        names = (*_callers(unit, recorder.argument_bytes), unit)
         moved.append(sum(recorder.argument_bytes[name] for name in names) * forwards)
     parameters, trained = parameter_bytes(model, units)
     # If the loss is among the outputs, nothing is computed from the others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,22 +80,29 @@ class Encoder(nn.Module):
 
 
 class WithEncoder(nn.Module):
-    def __init__(self) -> None:
+    """An encoder and a decoder that share a layer."""
+
+    def __init__(self, *, is_first: bool) -> None:
         super().__init__()
-        self.shared = nn.Linear(8, 8)
-        self.encoder = Encoder(self.shared)
+        shared = nn.Linear(8, 8)
+        if is_first:
+            self.shared = shared
+        self.encoder, self.decoder = Encoder(shared), Encoder(shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x)
+        return self.decoder(self.encoder(x))
 
 
-def test_a_unit_of_a_caller_begins_with_its_call() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_unit_of_a_caller_begins_with_its_call(is_first: bool) -> None:
     """A module that calls a unit from outside of it before its own ones gives those no name.
 
-    Else the arguments of its first unit would be moved too early, and computed on the device of the outer unit.
+    Else the arguments of its first unit would be moved too early, and computed on the device of the outer unit. A unit
+    that is called several times has its own name, since its arguments are moved at each call.
     """
-    chain = chain_of(WithEncoder())
-    assert chain.units == ("shared", "encoder.layer", "encoder.act")
+    chain = chain_of(WithEncoder(is_first=is_first))
+    first = "shared" if is_first else "encoder.embed"
+    assert chain.units == (first, "encoder.layer", "encoder.act", "decoder.layer", "decoder.act")
 
 
 def test_seconds_of_backward() -> None:
