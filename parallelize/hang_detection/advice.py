@@ -179,10 +179,10 @@ def _place_of(state: RankState) -> str:
 def _call_with_collective(state: RankState) -> str:
     """Return the call of a rank that waits, with the collective in it: "backward (all_reduce)"."""
     call = state.operation
-    pending = state.pending()
-    if not pending or "(" in call or state.wait_kind == WaitKind.CALL:
+    awaited = state.awaited()
+    if not awaited or "(" in call or state.wait_kind == WaitKind.CALL:
         return call
-    collective = pending[0].signature
+    collective = awaited[0].signature
     if call.strip("_") in collective:
         return collective
     return f"{call} ({collective})"

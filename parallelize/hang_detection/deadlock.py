@@ -77,7 +77,7 @@ def awaited_ranks(states: _States) -> _Awaited:
         if state.status != RankStatus.WAITING:
             continue
         missing_of_rank = []
-        for collective in state.pending():
+        for collective in state.awaited():
             key = collective.counter, collective.seq
             if key not in missing_in:
                 missing_in[key] = _missing_ranks(states, latest_number, collective)

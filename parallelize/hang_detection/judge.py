@@ -167,7 +167,7 @@ class Judge:
         self._log_line()
         if state.status != RankStatus.WAITING:
             return None
-        self._limit_s = self.timeout_s(state.pending())
+        self._limit_s = self.timeout_s(state.awaited())
         self._judge_rank = int(self.store.compare_set("judge", "", str(self.rank)))
         if not self.store.check(["verdict"]):
             return None

@@ -54,6 +54,7 @@ from parallelize.hang_detection.stack_frames import (
     call_site,
     has_other_active_threads,
     is_in_collective,
+    is_in_exchange_of_messages,
     operation,
     with_root,
 )
@@ -147,11 +148,13 @@ class MainThread:
 
     def call(self, stack: Stack) -> str:
         """Return the call that the thread is in: that of its wait, or else that of its line."""
-        wait = self._wait()
+        wait = self._wait(stack)
         return operation(stack) if wait is None else wait.call
 
-    def _wait(self) -> Wait | None:
+    def _wait(self, stack: Stack) -> Wait | None:
         """Return what the thread waits for; None: it does not say so."""
+        if is_in_exchange_of_messages(stack):
+            return Wait(operation(stack), is_blocked=False, wait_kind=WaitKind.MESSAGE)
         if self._last_stack is not None:
             return self._last_wait
         return wait_of_thread(self._number) or self._read
@@ -202,7 +205,7 @@ class MainThread:
         if rank == 0:
             groups.append(RANK_0)
         awaited = self._awaited()
-        wait = self._wait() or Wait("", is_blocked=False)
+        wait = self._wait(stack) or Wait("", is_blocked=False)
         return RankState(
             rank=rank,
             status=self.status,

@@ -123,6 +123,16 @@ class RankState(NamedTuple):
         """Return the collectives that have not completed."""
         return pending_of(self.collectives)
 
+    def awaited(self) -> list[Collective]:
+        """Return the pending collectives, for one of which a rank that waits does so.
+
+        A message is no collective: a rank in `dist.recv` goes on although a collective that it has
+        begun with `async_op=True` is pending, so that the list is empty.
+        """
+        if self.wait_kind == WaitKind.MESSAGE:
+            return []
+        return self.pending()
+
 
 def pending_of(collectives: Iterable[Collective]) -> list[Collective]:
     """Return those collectives that have not completed."""

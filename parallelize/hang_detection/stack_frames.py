@@ -30,6 +30,10 @@ _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
 _FUNCTIONAL_COLLECTIVES = _TORCH + "distributed/_functional_collectives.py"
 _OPERATORS = (_TORCH + "_ops.py", _TORCH + "_library")
 """Files whose frames are around the call of a custom operator."""
+_EXCHANGES_OF_MESSAGES = frozenset(
+    {"send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier"}
+)
+"""Functions of torch.distributed that wait for messages, and begin no collective."""
 
 
 def call_site(stack: Stack = ()) -> str:
@@ -85,6 +89,14 @@ def is_in_collective(stack: Stack) -> bool:
             return not code.co_name.startswith("_")
         return code.co_filename == _FUNCTIONAL_COLLECTIVES
     return False
+
+
+def is_in_exchange_of_messages(stack: Stack) -> bool:
+    """Whether the innermost frame waits for a message, and so for no collective that is pending."""
+    if not stack:
+        return False
+    code = stack[0][0].f_code
+    return code.co_filename == _COLLECTIVES and code.co_name in _EXCHANGES_OF_MESSAGES
 
 
 def operation(stack: Stack) -> str:

@@ -30,6 +30,9 @@ class WaitKind(enum.StrEnum):
     READ = "read"
     """The thread reads a number of a GPU, whose stream waits: see `device_reads`."""
 
+    MESSAGE = "message"
+    """The thread exchanges messages with some ranks, which no state shows, as in `dist.recv`."""
+
     OTHER = "other"
     """A part of another call, such as backward, or no wait is noted."""
 

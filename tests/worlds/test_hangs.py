@@ -174,6 +174,30 @@ def test_a_busy_rank_is_waited_for() -> None:
     assert wait_for_busy_ranks() == [4.0] * 4
 
 
+@distributed(processes=3)
+def receive_before_the_collectives_end() -> list[float]:
+    """Receive a message of rank 2, which is slow, while collectives of ranks 0 and 1 are pending."""
+    rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    message, total = torch.zeros(2), torch.ones(2)
+    if rank == 2:
+        sleeps()
+        dist.send(total, 0)
+        dist.send(total, 1)
+        return total.tolist()
+    first, second = groups if rank == 0 else groups[::-1]
+    works = [dist.all_reduce(total, group=first, async_op=True)]
+    dist.recv(message, 2)
+    works.append(dist.all_reduce(message, group=second, async_op=True))
+    for work in works:
+        work.wait()
+    return message.tolist()
+
+
+def test_a_message_of_a_slow_rank_is_waited_for() -> None:
+    """The collectives that are pending do not hold the ranks that receive it."""
+    assert receive_before_the_collectives_end() == [2.0, 2.0]
+
+
 @distributed(processes=2, timeout=8)
 def come_late() -> None:
     if dist.get_rank() == 1:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from parallelize.hang_detection.deadlock import find_deadlock, waiting_line
 from parallelize.hang_detection.rank_state import Collective, RankState, collectives_of
+from parallelize.hang_detection.waiting import WaitKind
 
 WORLD = range(3)
 GROUPS = {"all": (0, 1, 2), "pair": (0, 1), "ends": (0, 2)}
@@ -196,3 +197,17 @@ def test_gloo_and_nccl_count_their_collectives_apart(status: str) -> None:
     first = RankState(0, "waiting", "a.py:1", "", collectives_of([of_gloo[0], entry(1), entry(2, **PENDING)]), ["0"])
     other = RankState(1, status, "b.py:2", "", collectives_of([*of_gloo, entry(1)]), ["0"], since=1)
     assert (find_deadlock({0: first, 1: other}) is None) == (status == "running")
+
+
+def test_a_rank_that_waits_for_a_message_waits_for_no_collective() -> None:
+    """What it has begun with `async_op=True` is pending, and the message comes from a rank that is only slow."""
+    states = {2: RankState(2, "running", "train.py:7", "evaluate", groups=["ab", "ba"])}
+    for rank, group in enumerate(["ab", "ba"]):
+        pending = [Collective(f"{group}/gloo", 1, "all_reduce of float32[2]", is_completed=False)]
+        held = RankState(rank, "waiting", "train.py:9", "recv", pending, ["ab", "ba"], is_blocked=True)
+        states[rank] = held._replace(wait_kind=WaitKind.MESSAGE)
+    assert find_deadlock(states) is None
+    place = "ranks 0-1 wait at train.py:9 in recv for rank 2, which is at train.py:7 in evaluate"
+    assert waiting_line(states, 3) == place
+    in_collectives = {rank: state._replace(wait_kind=WaitKind.OTHER) for rank, state in states.items()}
+    assert find_deadlock(in_collectives) is not None
