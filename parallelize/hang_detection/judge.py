@@ -26,7 +26,9 @@ The keys in the store of the process group, all plain data:
     asked         number of the latest question
     state/<rank>  the state of a rank, with the number of the question that it answers
     judge         the rank that judges
-    verdict       what ends the ranks that wait
+    verdict       what ends the ranks that wait. On a timeout it has the number of the latest
+                  question: the awaited rank may still come before anybody reads the verdict, which
+                  must not end the waits that begin later
     line          what rank 0 logs
 """
 
@@ -169,9 +171,17 @@ class Judge:
             return None
         self._limit_s = self.timeout_s(state.awaited())
         self._judge_rank = int(self.store.compare_set("judge", "", str(self.rank)))
+        return self._read_verdict()
+
+    def _read_verdict(self) -> Verdict | None:
+        """Return the verdict that ends this rank, which waits; None: there is none."""
         if not self.store.check(["verdict"]):
             return None
-        verdict: Verdict = json.loads(self.store.get("verdict"))
+        verdict: Verdict
+        verdict, last_question = json.loads(self.store.get("verdict"))
+        began_later = last_question is not None and self.since > last_question
+        if began_later and self.error is TorchError.NONE:
+            return None
         return verdict
 
     def _log_line(self) -> None:
@@ -234,6 +244,7 @@ class Judge:
         if is_debugged:
             self._began_s = time.monotonic()
         verdict = None
+        last_question: int | None = None
         had_time = len(answers) == self.world_size or asked_s >= _ANSWER_S
         if self._judged < self.answered and had_time:
             self._judged = self.answered
@@ -241,8 +252,9 @@ class Judge:
                 verdict = find_deadlock(answers)
         if verdict is None and self._late_s() >= self._patience_s():
             verdict = self._timeout_verdict()
+            last_question = self.answered
         if verdict is not None:
-            self.store.set("verdict", json.dumps(verdict))
+            self.store.set("verdict", json.dumps([verdict, last_question]))
         elif time.monotonic() - self._began_s >= self._line_due_s:
             self._line_due_s *= 2
             self.store.set("line", self._waiting_line())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -109,6 +110,21 @@ def test_a_wait_ends_before_torch_ends_it() -> None:
     """NCCL aborts the process at the timeout, so the verdict comes 2 s before it, and not earlier."""
     assert World(4, timeout_s=5.5).check(6) == {None}
     assert World(4, timeout_s=5.0).check(6) == {LINE}
+
+
+def test_a_later_wait_is_not_ended_by_a_timeout_that_was_just_met() -> None:
+    """The rank that was awaited came after the verdict, and before anybody had read it: all have gone on."""
+    world = World(4, timeout_s=5.0)
+    ranks = itertools.cycle(range(4))
+    while not world.store.check(["verdict"]):
+        rank = next(ranks)
+        assert world.judges[rank].check(is_waiting=rank != 3) is None
+    world.status = 4 * ["running"]
+    world.check(3)
+    for judge in world.judges:
+        judge.timeout_s = lambda _: 600.0
+    world.status = ["waiting"] * 3 + ["running"]
+    assert world.check(4) == {None}
 
 
 def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
