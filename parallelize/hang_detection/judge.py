@@ -117,7 +117,7 @@ class Judge:
     answered: int = 0
     ends_in_time: bool = True
     error: TorchError = TorchError.NONE
-    # The latest state of each rank that has answered a question of this wait.
+    # The latest state that was read of each rank; it may answer a question before this wait.
     _states: dict[int, RankState] = field(default_factory=dict)
     # The number of the latest question of this wait that was judged; 0: none.
     _judged: int = 0
@@ -279,39 +279,38 @@ class Judge:
     def _read_answers(self) -> dict[int, RankState]:
         """Read the states of ranks that have answered since the latest look.
 
-        Return the answers to the latest question. A rank that has returned answers no more, and
-        does not need to.
+        Returns:
+            The answers to the latest question.
         """
-        answers = {}
+        has_answered = self._states_since(self.answered)
         for rank in range(self.world_size):
-            state = self._states.get(rank)
-            has_answered = state is not None and self._is_answer(state)
-            if not has_answered and self.store.check([f"state/{rank}"]):
-                state = RankState.loads(self.store.get(f"state/{rank}"))
-                if state.status == RankStatus.RETURNED or state.answers >= self.since:
-                    self._states[rank] = state
-            if state is not None and self._is_answer(state):
-                answers[rank] = state
-        return answers
+            if rank not in has_answered and self.store.check([f"state/{rank}"]):
+                self._states[rank] = RankState.loads(self.store.get(f"state/{rank}"))
+        return self._states_since(self.answered)
 
-    def _is_answer(self, state: RankState) -> bool:
-        """Whether a state answers the latest question."""
-        return state.status == RankStatus.RETURNED or state.answers >= self.answered
+    def _states_since(self, question: int) -> dict[int, RankState]:
+        """Return the states that answer a question, or a later one.
+
+        A rank that has returned answers no more, and does not need to.
+        """
+        states = {}
+        for rank in sorted(self._states):
+            state = self._states[rank]
+            if state.status == RankStatus.RETURNED or state.answers >= question:
+                states[rank] = state
+        return states
 
     def _answering(self) -> dict[int, RankState]:
         """Return the states of ranks that answer; the latest question may be only a moment old."""
-        return {
-            rank: state
-            for rank, state in self._states.items()
-            if state.status == RankStatus.RETURNED or state.answers >= self._judged
-        }
+        return self._states_since(max(self.since, self._judged))
 
     def _waiting_line(self) -> str:
         """Say which ranks wait for which, and where those are, or were last seen."""
         states = self._answering()
+        answers = self._states_since(self.answered)
         silent: dict[int, str] = {}
         for rank in range(self.world_size):
-            if rank in states and self._is_answer(states[rank]):
+            if rank in answers:
                 continue
             text = self._silence_of(rank, has_state=rank in states)
             if text:

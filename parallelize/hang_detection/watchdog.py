@@ -302,14 +302,11 @@ class _Watch:
         return SyncError(**verdict).with_traceback(trace)
 
     def _look(self) -> None:
-        """Find out what the main thread does, and note it."""
+        """Find out what the main thread does, note its facts, and publish its line."""
         self._main_thread.look()
         if self._main_thread.is_held and self._watchdog.on_collective is not None:
             self._watchdog.on_collective()
-        self._note(self._main_thread.frames())
-
-    def _note(self, stack: Stack) -> None:
-        """Note the facts, and publish the line, of the main thread's stack."""
+        stack = self._main_thread.frames()
         if self._watchdog.on_look is not None:
             self._facts = self._watchdog.on_look(stack, is_waiting=self._main_thread.is_held)
         self._record.write(self._line(stack))
