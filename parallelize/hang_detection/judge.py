@@ -221,7 +221,6 @@ class Judge:
 
     def _ask(self) -> int:
         """Ask all ranks where they are, and return the number of the question."""
-        self._has_key = True
         return int(self.store.add("asked", 1))
 
     def _number_of_question(self) -> int:

@@ -62,10 +62,7 @@ class Process(NamedTuple):
 
     def is_here(self) -> bool:
         """Whether the process is, or was, one of this machine, so that its state can be known."""
-        try:
-            return bool(self.machine) and self.machine == _machine()
-        except OSError:
-            return False
+        return bool(self.machine) and self.machine == _machine()
 
     def state(self) -> str:
         """Return the kernel's letter for the state of a process that is here.

@@ -21,6 +21,9 @@ A thread is held in one of these:
     a value of rank 0          see `from_rank_0`
     a read of a GPU            see `device_reads`; after 3 s, with a pending collective of NCCL
 
+A thread that waits for a message, as in `dist.recv`, is held, too. Which rank sends the message is
+not known, and the collectives that are pending do not hold it: see `RankState.awaited`.
+
 Of a read it is known that the current stream of the GPU has not ended for seconds, while a
 collective of this rank has not. The stream waits for it after every call without `async_op=True`,
 and at the end of backward. A collective that was begun with `async_op=True` before a read that
