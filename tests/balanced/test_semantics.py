@@ -88,6 +88,37 @@ def test_batch_norm_tracks_the_full_batch(momentum: float | None) -> None:
     assert all(module.num_batches_tracked == 2 for module in model.modules() if isinstance(module, nn.BatchNorm2d))
 
 
+class Normed(nn.Module):
+    """Gives the input of its batch norm by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.norm(input=x))
+
+
+@pytest.mark.parametrize("attributes", [
+    {},
+    {"track_running_stats": False},
+    {"momentum": None, "num_batches_tracked": None},
+])  # fmt: skip
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_batch_norm_updates_what_torch_updates(microbatches: int, attributes: dict[str, Any]) -> None:
+    """A batch norm that tracks no statistics keeps them; a call of it outside of the model's forward updates them."""
+    model = seeded(Normed)
+    for name, value in attributes.items():
+        setattr(model.norm, name, value)
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 8)
+    with pipelined(model, rows(8), microbatches=microbatches):
+        for either in (model, plain):
+            either(x).sum().backward()
+            either.norm(x + 1.0)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_mixed_precision_of_the_block(level: str) -> None:
     """amp= computes in bfloat16 on all stages, returns fp32, and a step gives the same weights as on one stage."""

@@ -28,6 +28,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from parallelize.torch_patches.backward import is_in_backward
+
 _STATE = ("running_mean", "running_var", "num_batches_tracked", "momentum")
 """Attributes of a batch norm that are others during a call."""
 
@@ -87,8 +89,11 @@ class BatchNorms:
         self._microbatches.clear()
 
     def before(self, norm: Any, _args: Any) -> None:
-        """Give a batch norm that is about to run scratch buffers, if it tracks statistics."""
-        if not norm.training or norm.running_mean is None:
+        """Give a batch norm that is about to run scratch buffers, if it updates statistics."""
+        is_updating = norm.training and norm.track_running_stats and norm.running_mean is not None
+        # The user may call the module outside of the model's forward: it is a plain batch norm then.
+        is_called_by_user = not self._microbatches and not is_in_backward()
+        if not is_updating or is_called_by_user:
             return
         self._state_before_call[norm] = {name: getattr(norm, name) for name in _STATE}
         norm.running_mean = torch.zeros_like(norm.running_mean)
@@ -96,15 +101,16 @@ class BatchNorms:
         norm.momentum = 1.0
         norm.num_batches_tracked = None
 
-    def after(self, norm: Any, args: Any, _output: Any) -> None:
+    def after(self, norm: Any, args: Any, kwargs: Any, _output: Any) -> None:
         """Restore a batch norm that has run, and keep its moments."""
         state = self._state_before_call.pop(norm, None)
         if state is None:
             return
-        # Between batches, an activation checkpoint calls the module again: these moments have been
+        # In backward, an activation checkpoint calls the module again: these moments have been
         # counted.
         if self._microbatches:
-            values = args[0]  # (samples, channels, ...)
+            # Its only argument, of shape (samples, channels, ...).
+            values, *_ = (*args, *kwargs.values())
             count = values.numel() // values.shape[1]
             moments = _Moments(count, norm.running_mean, norm.running_var)
             self._microbatches[-1].setdefault(norm, []).append(moments)
@@ -147,9 +153,12 @@ def _update_running_statistics(norm: Any, moments: Sequence[_Moments]) -> None:
         squares += part.variance * (part.count - 1) + (part.mean - mean) ** 2 * part.count
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
-    # What torch does (torch/nn/modules/batchnorm.py): without a momentum, the mean of all batches.
+    # What torch does (torch/nn/modules/batchnorm.py): without a momentum, the mean of all batches,
+    # and no update if these are not counted.
     factor = norm.momentum
     if factor is None:
-        factor = 1.0 / float(norm.num_batches_tracked or 1)
+        factor = 0.0
+        if norm.num_batches_tracked is not None:
+            factor = 1.0 / float(norm.num_batches_tracked)
     norm.running_mean.lerp_(mean, factor)
     norm.running_var.lerp_(squares / (total - 1), factor)

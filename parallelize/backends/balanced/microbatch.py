@@ -98,7 +98,9 @@ class Staged(contextlib.ExitStack):
             before = _Hook(self.norms.before)
             after = _Hook(self.norms.after)
             self.callback(norm.register_forward_pre_hook(before).remove)
-            handle = norm.register_forward_hook(after, prepend=True, always_call=True)
+            handle = norm.register_forward_hook(
+                after, prepend=True, always_call=True, with_kwargs=True
+            )
             self.callback(handle.remove)
 
     @contextlib.contextmanager
