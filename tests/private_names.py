@@ -108,6 +108,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_buffers": ("replace a buffer where it is registered", 'backend="ddp" fails'),
         "_forward_hooks": ("refuse hooks that would see micro-batches", 'backend="balanced" fails'),
         "_forward_pre_hooks": ("refuse hooks that would see micro-batches", 'backend="balanced" fails'),
+        "_backward_hooks": ("refuse hooks that would see micro-batches", 'backend="balanced" fails'),
+        "_backward_pre_hooks": ("refuse hooks that would see micro-batches", 'backend="balanced" fails'),
         "_modules": ("reach a child without __getattr__", "calls of a model fail"),
         "_compiled_call_impl": ("detect Module.compile()", 'backend="balanced" splits compiled modules'),
         "_metadata": ("keep the version numbers in a state dict", "old state dicts load wrongly"),

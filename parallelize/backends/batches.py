@@ -408,7 +408,7 @@ def difference(whole: Any, joined: Any, dims: Dims) -> float | WholeReason:
         if not is_alike:
             why = "micro-batches return others, and no dimension is as long as the batch"
             return _unjoined(position, leaf, why)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
             largest = max(largest, _relative_difference(leaf, joined_leaf))
     return largest
 
@@ -420,14 +420,28 @@ def _relative_difference(whole: torch.Tensor, joined: torch.Tensor) -> float:
         whole: an output of the batch.
         joined: the same output, joined from those of micro-batches.
     """
-    exact = whole.detach().double().cpu().nan_to_num()
-    compared = joined.detach().double().cpu().nan_to_num()
+    exact = _real_doubles(whole)
+    compared = _real_doubles(joined)
     largest_value = exact.abs().max().clamp_min(_LEAST_VALUE)
     relative = ((exact - compared).abs().max() / largest_value).item()
-    rounding = _ROUNDING
-    if torch.is_autocast_enabled(whole.device.type) or whole.element_size() < 4:
-        rounding = _ROUNDING_OF_HALF
-    return relative if relative > rounding else 0.0
+    return relative if relative > _rounding(whole) else 0.0
+
+
+def _real_doubles(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor as real numbers of double precision, on the CPU."""
+    values = tensor.detach().cpu()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values.double().nan_to_num()
+
+
+def _rounding(output: torch.Tensor) -> float:
+    """Return the largest difference that is rounding; integers and Booleans are not rounded."""
+    if not output.is_floating_point() and not output.is_complex():
+        return 0.0
+    if torch.is_autocast_enabled(output.device.type) or output.element_size() < 4:
+        return _ROUNDING_OF_HALF
+    return _ROUNDING
 
 
 def _unequal_numbers(numbers_of_leaves: Sequence[int]) -> WholeReason | None:

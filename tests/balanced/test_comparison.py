@@ -133,6 +133,61 @@ def test_a_failed_try_to_split_leaves_nothing_behind() -> None:
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
+class Related(Chain):
+    """Returns values without a gradient, each of which depends on all samples."""
+
+    def __init__(self, related: Any) -> None:
+        super().__init__()
+        self.related = related
+
+    def forward(self, x: Tensor) -> Any:
+        return self.related(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "related",
+    [
+        lambda y: y.argsort(0),
+        lambda y: y > y.mean(0),
+        lambda y: torch.complex(y, y - y.mean(0)),
+    ],
+    ids=["integers", "Booleans", "complex numbers"],
+)
+def test_values_of_any_type_are_compared(related: Any) -> None:
+    """Ranks within a batch, and what else depends on its other samples, are those of the whole batch."""
+    model = seeded(lambda: Related(related))
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 8)
+    with torch.no_grad(), pipelined(model, rows(8)):
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_backward_see_the_whole_batch(register: str) -> None:
+    """A batch runs whole if a module in the model has a hook that would see the gradients of a part."""
+    model, x = seeded(Chain), torch.randn(8, 8)
+    shapes: list[torch.Size] = []
+    with pipelined(model, rows(8)):
+        getattr(next(model.children()), register)(lambda _module, *gradients: shapes.append(gradients[-1][0].shape))
+        with not_split_once("has a hook"):
+            model(x).sum().backward()
+    assert [shape[0] for shape in shapes] == [8]
+
+
+def test_a_hook_of_no_module() -> None:
+    """A hook whose function is in no module of Python is a hook of the user's."""
+
+    def hook(*_: Any) -> None:
+        pass
+
+    hook.__module__ = None  # type: ignore[assignment]  # as of functions that a program has built
+    model, x = seeded(Chain), torch.randn(8, 8)
+    expected = copy.deepcopy(model)(x)
+    with pipelined(model, rows(8)), not_split_once("has a hook"):
+        next(model.children()).register_forward_hook(hook)
+        torch.testing.assert_close(model(x), expected)
+
+
 def test_batches_that_run_whole_are_freed() -> None:
     """Inputs and outputs of such batches are freed at once, without the collector."""
     model = seeded(Counting)

@@ -91,7 +91,7 @@ class BatchNorms:
     def before(self, norm: Any, _args: Any) -> None:
         """Give a batch norm that is about to run scratch buffers, if it updates statistics."""
         is_updating = norm.training and norm.track_running_stats and norm.running_mean is not None
-        # The user may call the module outside of the model's forward: it is a plain batch norm then.
+        # Outside of the model's forward, the user calls a plain batch norm.
         is_called_by_user = not self._microbatches and not is_in_backward()
         if not is_updating or is_called_by_user:
             return

@@ -184,11 +184,13 @@ class Pipeline:
         if is_in_transform():
             return _IN_TRANSFORM
         for name, module in self._submodules:
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-                package = getattr(hook, "__module__", "").partition(".")[0]
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+            for hook in hooks:
+                package = str(getattr(hook, "__module__", "")).partition(".")[0]
                 if package not in _KEEPING_NOTHING:
                     return WholeReason(
-                        f"{name} of the model has a forward hook",
+                        f"{name} of the model has a hook",
                         why="it would see one micro-batch at a time",
                         fix="return what it needs from forward",
                     )
