@@ -151,13 +151,17 @@ class Batch:
     def signature(self) -> tuple[Any, ...]:
         """Return what is equal for batches that are called and divided alike.
 
-        It has the names and types of the arguments, the values of Booleans, and which tensors are
-        divided.
+        It has the names and types of the arguments, which tensors are divided, and the values that
+        may name what forward computes: Booleans, members of enums, and texts. Texts in containers
+        have no part in it, since they may be those of samples, such as captions.
         """
         args, kwargs = self.inputs
         signature: list[Any] = [len(args), *kwargs]
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, str):
+                signature.append(argument)
         for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
-            if isinstance(leaf, bool):
+            if isinstance(leaf, (bool, Enum)):
                 signature.append(leaf)
             else:
                 signature.append(type(leaf))
@@ -300,7 +304,7 @@ def joined_dims(whole: Any, part: Any) -> Dims:
 
 def _first_unequal_dim(leaf: Any, leaf_of_part: Any) -> int | None:
     """Return the first dimension in which two tensors have other lengths; None: there is none."""
-    if not isinstance(leaf, torch.Tensor) or not isinstance(leaf_of_part, torch.Tensor):
+    if not _is_dense(leaf) or not _is_dense(leaf_of_part):
         return None
     lengths = zip(leaf.shape, leaf_of_part.shape, strict=False)
     for dim, (length, length_of_part) in enumerate(lengths):
@@ -353,6 +357,8 @@ def _joined_leaf(
     first = column[0]
     if all(leaf is first for leaf in column):
         return first
+    if isinstance(first, torch.Tensor) and not _is_dense(first):
+        return _unjoined(position, first, "it is sparse or nested")
     if _is_loss(first):
         sizes = batch.sizes(len(column))
         weights, count = join_weights(column, samples=sizes, inputs=batch.inputs)
@@ -589,7 +595,7 @@ def _is_loss(leaf: Any) -> bool:
 
 def _described(leaf: Any) -> str:
     """Return the words for an output in a message."""
-    if isinstance(leaf, torch.Tensor):
+    if _is_dense(leaf):
         return f"a tensor of {tuple(leaf.shape)}"
     return f"a {type(leaf).__name__}"
 

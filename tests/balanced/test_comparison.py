@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ class Noting(Chain):
         super().__init__()
         self.most = most
 
-    def forward(self, x: Tensor, *, squares: bool = False) -> Any:
+    def forward(self, x: Tensor, *, squares: bool = False, texts: Sequence[str] = ()) -> Any:
         if len(x) > self.most:
             raise torch.OutOfMemoryError("as on a device that is full")
         SIZES.append(len(x))
@@ -160,6 +162,44 @@ def test_values_of_any_type_are_compared(related: Any) -> None:
     x = torch.randn(8, 8)
     with torch.no_grad(), pipelined(model, rows(8)):
         torch.testing.assert_close(model(x), plain(x))
+
+
+class Moded(Chain):
+    """Computes what an argument names."""
+
+    def forward(self, x: Tensor, mode: Any, *_: Any) -> Any:
+        y = super().forward(x)
+        return y - y.mean(0) if mode in {"centered", Mode.CENTERED} else y
+
+
+class Mode(Enum):
+    """The same as an enum."""
+
+    PLAIN = auto()
+    CENTERED = auto()
+
+
+@pytest.mark.parametrize("modes", [("plain", "centered"), (Mode.PLAIN, Mode.CENTERED)], ids=["texts", "an enum"])
+def test_arguments_that_name_what_forward_computes(modes: tuple[Any, Any]) -> None:
+    """A batch with another text or member of an enum is of another kind, which is compared."""
+    model = seeded(Moded)
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 8)
+    with pipelined(model, ((x, modes[0]), {})):
+        with not_split_once(None):
+            torch.testing.assert_close(model(x, modes[0]), plain(x, modes[0]))
+        with not_split_once("differs from that of the batch"):
+            torch.testing.assert_close(model(x, modes[1]), plain(x, modes[1]))
+
+
+def test_texts_of_samples_make_no_new_kind() -> None:
+    """Texts in a list, such as captions, are other ones in each batch, which is not compared again."""
+    model, x = seeded(Noting), torch.randn(8, 8)
+    with pipelined(model, rows(8), microbatches=2):
+        model(x, texts=["a cat"])
+        SIZES.clear()
+        model(x, texts=["a dog"])
+    assert SIZES == [4, 4]
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

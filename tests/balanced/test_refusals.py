@@ -99,8 +99,13 @@ def test_samples_in_a_list() -> None:
         (lambda y: [y, y] if len(y) > 2 else [y], "forward fails|cannot be joined"),
         (lambda y: (y, Memory()), "output 1 of the model, a Memory, cannot be joined(.|\n)*use_cache = False"),
         (lambda y: (y, len(y)), "output 1 of the model, a int, cannot be joined"),
+        (lambda y: (y, y.to_sparse()), "output 1 of the model, a Tensor, cannot be joined"),
+        (
+            lambda y: (y, torch.nested.as_nested_tensor(list(y), layout=torch.jagged)),
+            "output 1 of the model, a NestedTensor, cannot be joined",
+        ),
     ],
-    ids=["a sum", "another structure", "an object", "a count"],
+    ids=["a sum", "another structure", "an object", "a count", "a sparse tensor", "a nested tensor"],
 )
 def test_outputs_that_cannot_be_joined(returned: Any, because: str) -> None:
     """Such batches are not split; a warning names the output."""
