@@ -156,10 +156,8 @@ class Batch:
         have no part in it, since they may be those of samples, such as captions.
         """
         args, kwargs = self.inputs
-        signature: list[Any] = [len(args), *kwargs]
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, str):
-                signature.append(argument)
+        texts = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, str)]
+        signature: list[Any] = [len(args), *kwargs, *texts]
         for leaf, dim in zip(leaves(self.inputs), self.dims, strict=True):
             if isinstance(leaf, (bool, Enum)):
                 signature.append(leaf)

@@ -109,8 +109,8 @@ class BatchNorms:
         # In backward, an activation checkpoint calls the module again: these moments have been
         # counted.
         if self._microbatches:
-            # Its only argument, of shape (samples, channels, ...).
-            values, *_ = (*args, *kwargs.values())
+            arguments = [*args, *kwargs.values()]
+            values = arguments[0]  # (samples, channels, ...)
             count = values.numel() // values.shape[1]
             moments = _Moments(count, norm.running_mean, norm.running_var)
             self._microbatches[-1].setdefault(norm, []).append(moments)

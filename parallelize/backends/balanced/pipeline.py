@@ -60,16 +60,15 @@ _IN_TRANSFORM = WholeReason(
 
 @dataclass
 class _Verdict:
-    """What is known of batches of one kind; of a new kind, nothing is.
+    """What is known of batches of one kind.
 
     Args:
-        dims: how the outputs of micro-batches are joined.
-        reason: why its batches run whole.
+        division: how the outputs of micro-batches are joined, or why its batches run whole; None:
+            none of its batches has been compared.
         has_run_whole: whether one of its batches has.
     """
 
-    dims: Dims | None = None
-    reason: WholeReason | None = None
+    division: Dims | WholeReason | None = None
     has_run_whole: bool = False
 
 
@@ -158,17 +157,18 @@ class Pipeline:
         if reason is not None:
             return self._run_whole(batch, reason)
         verdict = self._verdict_on(batch)
-        if verdict.dims is None and verdict.reason is None:
-            reason = self._compare(batch, microbatches, verdict)
-        if verdict.dims is not None and verdict.reason is None:
-            output = self._run_split(batch, microbatches, verdict.dims)
+        division = verdict.division
+        if division is None:
+            division = self._compare(batch, microbatches)
+        if not isinstance(division, WholeReason):
+            verdict.division = division
+            output = self._run_split(batch, microbatches, division)
             if not isinstance(output, WholeReason):
                 return output
-            reason = output
-        output = self._run_whole(batch, reason or verdict.reason)
-        if reason is not None:
-            # Not before: a forward that fails on the whole batch, too, tells nothing of the kind.
-            verdict.reason = reason
+            division = output
+        output = self._run_whole(batch, division)
+        # Not before: a forward that fails on the whole batch, too, tells nothing of the kind.
+        verdict.division = division
         return output
 
     def _verdict_on(self, batch: Batch) -> _Verdict:
@@ -238,43 +238,41 @@ class Pipeline:
     def _forward(self) -> Callable[..., Any]:
         return self.inner.bind_method(self.inner.method, self.inner.model)
 
-    def _compare(self, batch: Batch, microbatches: int, verdict: _Verdict) -> WholeReason | None:
-        """Compare two micro-batches with the whole of their samples; learn how outputs are joined.
+    def _compare(self, batch: Batch, microbatches: int) -> Dims | WholeReason:
+        """Compare two micro-batches with the whole of their samples.
 
         Args:
             batch: the first one of its kind.
             microbatches: their number; fewer samples than two of them have are compared if there is
                 no memory for these.
-            verdict: gets the dimensions in which outputs are joined, if they are equal.
 
         Returns:
-            Why batches of this kind are not split; None: the outputs are equal.
+            How the outputs of batches of this kind are joined, or why these are not split.
         """
         first, second, *_ = batch.sizes(microbatches)
         samples = first + second
         least = 2 * self.staged.norms.least_samples
         while True:
             try:
-                return self._compare_samples(batch.trial(samples), verdict)
+                return self._compare_samples(batch.trial(samples))
             except torch.OutOfMemoryError:
                 # Neither is there memory for the batch, which has more samples.
                 if samples == least:
                     raise
             samples = max(least, samples // 2)
 
-    def _compare_samples(self, samples: Batch, verdict: _Verdict) -> WholeReason | None:
+    def _compare_samples(self, samples: Batch) -> Dims | WholeReason:
         """As `_compare`; the model and the random generators are as before afterwards."""
         state = ModelState(self.inner.model, self.staged.devices)
-        dims: Dims | None = None
+        dims_by_mode: list[Dims] = []
         try:
             for mode in _ComparisonMode:
                 state.restore()
                 mode.enter(self.inner.model)
-                compared = self._compare_in_mode(samples, state)
+                compared = self._compare_now(samples, state)
                 if isinstance(compared, WholeReason):
                     return compared
-                if dims is None:
-                    dims = compared.dims
+                dims_by_mode.append(compared.dims)
                 is_exact = not state.draws() and not self.staged.norms.is_training
                 if is_exact and compared.difference:
                     return _dependent_samples(compared.difference)
@@ -282,10 +280,11 @@ class Pipeline:
                     break
         finally:
             state.restore()
-        verdict.dims = dims
-        return None
+        # Those of the batch's own modes, in which its outputs are joined.
+        return dims_by_mode[0]
 
-    def _compare_in_mode(self, samples: Batch, state: ModelState) -> _Comparison | WholeReason:
+    def _compare_now(self, samples: Batch, state: ModelState) -> _Comparison | WholeReason:
+        """Compare the outputs of two micro-batches in the current modes of the model."""
         outputs = self._whole_and_parts(samples, state)
         if isinstance(outputs, WholeReason):
             return outputs
