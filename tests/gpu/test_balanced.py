@@ -13,6 +13,7 @@ import pytest
 import torch
 from balanced.models import (
     CASES,
+    Chain,
     Gpt,
     assert_equal_gradients,
     batch_of,
@@ -433,3 +434,60 @@ def assert_predicted_peak(make: Any, step: Any, *, microbatches: int = 4, amp: A
         names = ("cuda:0", "cuda:1")
         peaks = {name: torch.cuda.max_memory_allocated(name) - used for name, used in zip(names, before, strict=True)}
     assert dict(zip(made.devices, made.memory_bytes, strict=True)) == pytest.approx(peaks, rel=0.25, abs=2**21)
+
+
+TWO_GPUS = ("cuda:0", "cuda:1")
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("make", ["LBFGS", "fused Adam"])
+def test_the_state_of_an_optimizer_follows_in_containers_and_as_numbers(make: str) -> None:
+    """Lists of tensors, and numbers on a GPU, move with their parameters, into the block and out of it."""
+    model, x = seeded(Chain).to("cuda:0"), torch.randn(8, 8, device="cuda:0")
+    parameters = list(model.c.parameters())
+    if make == "LBFGS":
+        optimizer: torch.optim.Optimizer = torch.optim.LBFGS(parameters, max_iter=3)
+    else:
+        optimizer = torch.optim.Adam(parameters, fused=True)
+
+    def loss() -> Any:
+        optimizer.zero_grad()
+        value = model(x).square().mean()
+        value.backward()
+        return value
+
+    plain = copy.deepcopy(model)
+    optimizer.step(loss)
+    with pipelined(model, ((x,), {}), devices=TWO_GPUS):
+        # The first batch moves the parameters, and a step their state before it calls `loss`.
+        model(x)
+        optimizer.step(loss)
+        assert model.c.weight.device == torch.device("cuda:1")
+    optimizer.step(loss)
+    assert not torch.equal(model.c.weight, plain.c.weight)
+
+
+class InputGradient(nn.Module):
+    """Asks for the gradient of an input that its modules have seen before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @torch.enable_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach()
+        y = self.a(x) + self.b(x).to(x.device)
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(self.b(x).square().sum(), x, create_graph=True)
+        return y + gradient.to(y.device)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_an_input_that_requires_grad_from_the_middle_of_forward_on(microbatches: int) -> None:
+    """Its copy on another device has the gradient, and is not the copy from before."""
+    model, x = seeded(InputGradient).to("cuda:0"), torch.randn(8, 8, device="cuda:0")
+    expected = copy.deepcopy(model)(x)
+    with pipelined(model, ((x,), {}), devices=TWO_GPUS, microbatches=microbatches):
+        torch.testing.assert_close(model(x), expected)

@@ -120,8 +120,10 @@ class Copies:
         if tensor.is_inference() or torch.is_inference_mode_enabled():
             # torch counts no changes in place there, so that a copy may be out of date.
             return _copy_to(tensor, device)
-        # A tensor that was changed in place, which raises its version, is copied again.
-        key = id(tensor), tensor._version, device, torch.is_grad_enabled()
+        # A tensor that was changed in place, which raises its version, is copied again. So is one
+        # that requires a gradient from now on.
+        has_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        key = id(tensor), tensor._version, device, has_gradient
         # It is read once: an activation checkpoint in another thread may forget the copies.
         entry = self._copies.get(key)
         if entry is None:
@@ -351,6 +353,11 @@ def _move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(parameter, torch.Tensor) or not isinstance(values, dict):
             continue
         for name, value in values.items():
-            is_counter = not isinstance(value, torch.Tensor) or value.dim() == 0
-            if not is_counter and value.device != parameter.device:
-                values[name] = value.to(parameter.device)
+            values[name] = to_device(value, parameter.device, _moved_state)
+
+
+def _moved_state(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of an optimizer's state on a device; a step counter of the host stays."""
+    if tensor.dim() == 0 and tensor.device.type == "cpu":
+        return tensor
+    return tensor.to(device)
