@@ -230,18 +230,10 @@ class Batch:
         """Return the number of samples of each micro-batch; they differ by one sample at most.
 
         Args:
-            microbatches: their number; a batch of fewer samples has one for each sample.
+            microbatches: their number, at most that of the samples.
         """
-        count = min(microbatches, self.size)
-        larger = self.size % count
-        sizes = [self.size // count] * count
-        for index in range(larger):
-            sizes[index] += 1
-        return sizes
-
-    def split(self, microbatches: int) -> list[Inputs]:
-        """Return the inputs of each micro-batch."""
-        return self.parts(self.sizes(microbatches))
+        size, larger = divmod(self.size, microbatches)
+        return [size + 1] * larger + [size] * (microbatches - larger)
 
 
 def _has_no_slices(leaf: Any) -> bool:

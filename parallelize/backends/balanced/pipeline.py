@@ -233,7 +233,8 @@ class Pipeline:
     def _outputs(self, batch: Batch, microbatches: int) -> list[Any]:
         """Return the outputs of the micro-batches, each on the device of its last unit."""
         forward = self._forward()
-        return [self.staged.run(forward, inputs) for inputs in batch.split(microbatches)]
+        parts = batch.parts(batch.sizes(microbatches))
+        return [self.staged.run(forward, inputs) for inputs in parts]
 
     def _forward(self) -> Callable[..., Any]:
         return self.inner.bind_method(self.inner.method, self.inner.model)

@@ -27,7 +27,8 @@ def test_joining_undoes_splitting(samples: int, microbatches: int, dim: int, fac
     x = torch.arange(samples * 3.0).reshape(3, samples) if dim else torch.arange(samples * 3.0).reshape(samples, 3)
     constant = torch.ones(20, 20)
     batch = divided((({"x": x, "name": "a"}, constant), {"flag": None}), dim=dim)
-    sizes, parts = batch.sizes(microbatches), batch.split(microbatches)
+    sizes = batch.sizes(min(samples, microbatches))
+    parts = batch.parts(sizes)
     assert sum(sizes) == samples
     assert len(sizes) == len(parts) == min(samples, microbatches)
     assert max(sizes) - min(sizes) <= 1
@@ -56,14 +57,14 @@ def test_a_tensor_that_is_as_long_as_one_batch_only() -> None:
     other = divided(((torch.zeros(5, 2),), {"weight": classes, "mask": torch.zeros(1, 5)}), dim=0)
     assert first.signature() == same.signature() != other.signature()
     for batch in (first, first.trial(5)):
-        args, kwargs = batch.split(5)[0]
+        args, kwargs = batch.parts(batch.sizes(5))[0]
         assert [len(args[0]) < 5, kwargs["weight"].shape, kwargs["mask"].shape] == [True, (5,), (1, 8)]
 
 
 def test_one_number_per_sample_is_split_for_any_batch_dim() -> None:
     """1-D tensors such as sequence lengths are split along dimension 0 even if batch_dim is 1."""
     batch = divided(((torch.zeros(6, 4, 2), torch.arange(4)), {}), dim=1)
-    args, _ = batch.split(2)[1]
+    args, _ = batch.parts(batch.sizes(2))[1]
     assert args[0].shape == (6, 2, 2)
     assert args[1].tolist() == [2, 3]
     assert batch.part(0, 3)[0][1].tolist() == [0, 1, 2]
