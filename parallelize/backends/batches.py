@@ -209,10 +209,7 @@ class Batch:
         """
         copies = []
         for leaf, dim in zip(leaves(part), self.dims, strict=True):
-            if dim is None:
-                copies.append(leaf)
-            else:
-                copies.append(leaf.clone())
+            copies.append(leaf if dim is None else leaf.clone())
         copied: Inputs = with_leaves(part, copies)
         return copied
 
