@@ -15,8 +15,8 @@ SINCE: Mapping[str, str] = {
 }
 """Path -> first torch release that has the name; only for names newer than 2.11, the oldest supported release."""
 
-NCCL_ONLY = frozenset({"torch._C._distributed_c10d._dump_nccl_trace"})
-"""Paths of names that only builds of torch with NCCL have."""
+NCCL_ONLY = frozenset({"torch._C._cuda_synchronize", "torch._C._distributed_c10d._dump_nccl_trace"})
+"""Paths of names that only builds of torch with CUDA and NCCL have."""
 
 PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.Tensor": {
@@ -37,6 +37,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_foreach_max": ("tell functions that reduce", "nothing"),
         "_foreach_zero_": ("tell functions that keep elements apart", 'nothing: backend="fsdp" gathers more'),
         "_foreach_norm": ("clip many sharded gradients by one collective", "clipping is slower"),
+        "_fused_adagrad_": ("run an optimizer's kernel on rows", 'fused=True trains nothing under backend="fsdp"'),
+        "_fused_adam_": ("run an optimizer's kernel on rows", 'fused=True trains nothing under backend="fsdp"'),
+        "_fused_adamw_": ("run an optimizer's kernel on rows", 'fused=True trains nothing under backend="fsdp"'),
+        "_fused_sgd_": ("run an optimizer's kernel on rows", 'fused=True trains nothing under backend="fsdp"'),
         "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),
         "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
         "_VF": ("bring lengths of packed sequences to the CPU", "blocks on GPUs fail"),
@@ -78,6 +82,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     "torch._C": {
+        "_accelerator_synchronizeDevice": ("see that a rank waits for its GPU", "such a deadlock is found at timeout="),
+        "_cuda_synchronize": ("see that a rank waits for its GPU", "such a deadlock is found at timeout="),
         "_functorch": ("tell a forward inside a transform of torch.func", "every forward fails"),
         "_will_engine_execute_node": ("refuse a backward after the block", "such a backward fails"),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),

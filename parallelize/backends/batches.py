@@ -2,8 +2,7 @@
 
 Three backends run a model on parts of a batch: "balanced" on micro-batches, one after another
 through a pipeline; ddp with `logical=` on as many parts as it says; "dp" on the share of each
-device. They agree on what a batch is, and differ in what they do with a value that has no parts
-(`gathered_outputs` of "dp" is in dp_engine.py):
+device, whose outputs dp_engine.py joins. They differ in what they do with a value without parts:
 
     inputs      divided                         other tensors and values
     balanced    along `batch_dim`               go to each part
@@ -68,7 +67,7 @@ _ROUNDING_OF_HALF = 5e-2
 """As `_ROUNDING`, for outputs that were computed in half precision."""
 
 _LEAST_VALUE = 1e-6
-"""Outputs whose values are smaller are compared as if their largest value were this."""
+"""Outputs of smaller values are compared as if their largest value were this."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,7 @@ class Batch:
     def sizes(self, microbatches: int) -> list[int]:
         """Return the number of samples of each micro-batch; they differ by one sample at most.
 
-        Args:
-            microbatches: their number, at most that of the samples.
+        There are at most as many micro-batches as samples.
         """
         size, larger = divmod(self.size, microbatches)
         return [size + 1] * larger + [size] * (microbatches - larger)

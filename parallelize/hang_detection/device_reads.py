@@ -43,7 +43,7 @@ def read_at(frame: FrameType) -> str:
     operation = dis.opname[code.co_code[frame.f_lasti]]
     # A condition such as `if loss > 3:` has no call: the jump computes the truth value, or from
     # Python 3.13 on an instruction before it.
-    is_conditional_jump = "JUMP" in operation and "_IF_" in operation
+    is_conditional_jump = "JUMP" in operation and "IF_" in operation
     if is_conditional_jump or operation in ("TO_BOOL", "UNARY_NOT"):
         return "bool"
     # Python 3.11 may make the whole call in the instruction before CALL.

@@ -134,7 +134,6 @@ def test_a_factor_of_data_in_a_forward_is_no_weight():
     assert count.reduction == "unknown"
 
 
-
 def test_a_given_count_is_used():
     """For a loss that a backend has joined from several ones."""
     loss = Custom.apply(outputs())
