@@ -31,7 +31,7 @@ def durations() -> object:
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
 def test_a_step_takes_the_time_of_its_schedule(speeds: tuple[float, float], durations) -> None:
-    """At 8 micro-batches, a step of equal layers takes at most 5 % more than GPipe's schedule, and 6 % than is ideal."""
+    """At 8 micro-batches, a step of equal layers takes at most 5 % more than its schedule, 6 % more than is ideal."""
     durations(launch_us=0.1, tera_flops=0.05, memory_gb_per_s=15.0, link_gb_per_s=10.0, speeds=speeds).use()
     devices = [torch.device("cuda", index) for index in range(2)]
     # The planner takes a backward as two forwards, which is right for these layers.
