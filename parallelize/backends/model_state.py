@@ -38,6 +38,9 @@ from parallelize.torch_patches.operations import before_writes
 _ATTRIBUTES_OF_TORCH = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
 """Attributes that torch sets on every module, such as its hooks, and the forward of a block."""
 
+_HOOKS_OF_TORCH = {name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict}
+"""Attributes of a module that have its hooks. Trials register some, which `restore` must keep."""
+
 _COMPARED_TYPES = (bool, int, float, str)
 """Types of attributes that are compared by value. Others may not compare."""
 
@@ -130,7 +133,9 @@ class ModelState:
         attributes = vars(module)
         former_attributes = dict(attributes)
         self._attributes.append((attributes, former_attributes))
-        for value in attributes.values():
+        for name, value in attributes.items():
+            if name in _HOOKS_OF_TORCH:
+                continue
             # The parameters, buffers and submodules of a module are in such containers.
             for container in _containers_in(value):
                 former_items = copy.copy(container)

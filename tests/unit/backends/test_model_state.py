@@ -127,6 +127,17 @@ def test_attributes_containers_and_parameters_are_put_back() -> None:
     assert torch.equal(model.frozen.weight, weight)
 
 
+def test_hooks_that_were_registered_since_stay() -> None:
+    """A trial moves the arguments of submodules by hooks, which are there before the first `restore`."""
+    model = nn.Linear(2, 2)
+    state = ModelState(model, [CPU])
+    calls = []
+    model.register_forward_pre_hook(lambda _module, args: calls.append(args))
+    state.restore()
+    model(torch.ones(1, 2))
+    assert len(calls) == 1
+
+
 def test_containers_in_containers_are_put_back() -> None:
     """Also those of the standard library, and a list that contains itself."""
     model = Remembering()
