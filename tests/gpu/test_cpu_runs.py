@@ -50,10 +50,11 @@ def train(backend: str, folder: Path, *, in_background: bool) -> list[str]:
                 optimizer.step()
                 saved.step()
         save(folder / "last", model=model)
-    facts = current().watchdog._facts
-    while facts is None:  # until hang detection has looked
+    watch = current().watchdog._watch
+    assert watch is not None
+    while watch._facts is None:  # until hang detection has looked
         time.sleep(0.05)
-        facts = current().watchdog._facts
+    facts = watch._facts
     assert facts["memory_bytes"] > 0
     barrier()
     if backend == "fsdp":
