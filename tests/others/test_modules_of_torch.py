@@ -345,6 +345,7 @@ def test_modules_of_torch(name: str, most: int) -> None:
 
 
 @pytest.mark.gpu2
+@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
 def test_modules_of_torch_on_two_devices(run_script: Callable[..., Any]) -> None:
     """All modules but those in the table compute and train, over two devices of one process, what plain torch does."""
     output = run_script(SCRIPT.format(world="DP", most=SAMPLE), env=environment()).stdout
