@@ -103,7 +103,7 @@ MAX_NESTING = 3
 ROOMS: Mapping[str, int] = {
     "": 6_241,
     "agreement": 14_149,
-    "backends": 11_644,
+    "backends": 11_682,
     "backends/auto": 3_442,
     "backends/balanced": 13_485,
     "backends/fsdp": 18_272,
