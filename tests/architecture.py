@@ -105,7 +105,7 @@ ROOMS: Mapping[str, int] = {
     "agreement": 14_149,
     "backends": 11_682,
     "backends/auto": 3_442,
-    "backends/balanced": 13_485,
+    "backends/balanced": 13_494,
     "backends/fsdp": 18_272,
     "block": 6_193,
     "call": 18_283,

@@ -274,3 +274,11 @@ def test_a_loop(name: str) -> None:
     for key, value in alone.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-4, msg=key)
         assert torch.equal(saved[key], model.state_dict()[key])
+
+
+def test_a_first_batch_without_samples_runs_whole() -> None:
+    """Batches of a filter may be empty; those that follow are split or not as the plan says."""
+    model = Net()
+    with parallel_model(model, backend=BalancedBackend(devices=["cpu", "cpu"], microbatches=2)):
+        assert model(torch.zeros(0, 8)).shape == (0, 8)
+        assert model(rows(0)).shape == (8, 8)

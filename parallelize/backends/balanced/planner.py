@@ -157,6 +157,8 @@ class Planner:
         batch = Batch.of(inputs, self.options.batch_dim)
         if isinstance(batch, WholeReason):
             return _first_line(batch)
+        if batch.size == 0:
+            return "it has no samples"
         if microbatches == "auto":
             microbatches = _MICROBATCHES_PER_STAGE * len(self.devices)
         return trial.profile(batch, microbatches)
