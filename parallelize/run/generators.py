@@ -46,7 +46,7 @@ def global_generators(devices: Collection[torch.device] | None) -> dict[str, Gen
         get=random.getstate,
         set=random.setstate,
         seed=random.seed,
-        check=random.Random().setstate,  # noqa: S311 - it draws nothing
+        check=_check_random,
     )
     generators["numpy.random"] = GeneratorAccess(
         get=functools.partial(np.random.get_state, legacy=False),
@@ -88,6 +88,11 @@ def _generator_of_torch(generator: torch.Generator, device: torch.device) -> Gen
 def _check_torch(device: torch.device, state: Any) -> None:
     """Raise if a new generator on the device refuses the state."""
     torch.Generator(device).set_state(state)
+
+
+def _check_random(state: Any) -> None:
+    """Raise if a value is no state of Python's global generator."""
+    random.Random().setstate(state)  # noqa: S311 - it draws nothing
 
 
 def _seed_numpy(seed: int) -> None:
