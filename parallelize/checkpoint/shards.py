@@ -26,7 +26,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -44,7 +43,7 @@ from parallelize.checkpoint.shard_index import (
     require_plain_name,
 )
 from parallelize.errors import ParallelizeError
-from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.containers import map_leaves, tensors_in
 from parallelize.torch_patches.whole_file import (
     SUFFIX,
     TemporaryFile,
@@ -66,7 +65,7 @@ class _Writer(FileSystemWriter):
     def __init__(self, folder: Path, begin: Callable[[], object], content: dict[str, Any]) -> None:
         super().__init__(folder)
         self._begin = begin
-        tensors = [leaf for leaf in leaves(content) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(content)
         if all(tensor.device.type == "cpu" for tensor in tensors):
             # Nothing is copied from a device. With copies ahead, torch takes a stream of the
             # current device of this thread, and waits for it, on each machine that has a GPU

@@ -25,7 +25,7 @@ from parallelize.precision.levels import LeveledPrecision, LevelRow
 from parallelize.precision.loss_scaling import LossScaling, not_scaled
 from parallelize.precision.unused_autocast import UnusedAutocast
 from parallelize.precision.weight_casting import HalfWeights, exempt_modules, stored_in_half
-from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.containers import map_leaves, tensors_in
 from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.forward import route_of, routed_models
 from parallelize.torch_patches.module_tensors import all_named_parameters
@@ -213,7 +213,7 @@ class NativeSession(Session):
         These are often the largest tensors of all, such as the logits of a language model that gets
         `labels=`, and the user hardly reads them.
         """
-        tensors = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in(outputs)
         half = [tensor for tensor in tensors if tensor.dtype is self.dtype]
         kept_nodes = self._nodes_to_keep(tensors, half)
         ids_to_cast = set()
@@ -287,7 +287,7 @@ def _scaled(scaling: LossScaling) -> Iterator[None]:
     patches = contextlib.ExitStack()
 
     def leave_it_to(scaler: torch.amp.GradScaler, outputs: Any) -> None:
-        roots = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        roots = tensors_in(outputs)
         if scaler.is_enabled() and scaling.leaves_behind(roots, owner=scaling).has_model:
             patches.close()
             scaling.is_scaled = True

@@ -48,6 +48,11 @@ def leaves(value: Any, *, once: bool = False) -> list[Any]:
     return all_leaves
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of `value`, in a fixed order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def _collect_once(value: Any, collected: list[Any], is_complete: dict[int, bool]) -> None:
     """Append the leaves of a value to `collected`, those of each container once.
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.backends.auto.model_bytes import release_cache
+from parallelize.backends.auto.model_bytes import bytes_of, release_cache
 from parallelize.backends.batches import Batch
 from parallelize.backends.model_state import ModelState
 from parallelize.backends.saved_tensors import (
@@ -33,7 +33,7 @@ from parallelize.backends.saved_tensors import (
     watch_saved,
 )
 from parallelize.plugins.base import Arguments, Inner
-from parallelize.run.containers import leaves
+from parallelize.run.containers import tensors_in
 from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 
 _NO_MEMORY_OF_CPU = "DefaultCPUAllocator: can't allocate memory"
@@ -152,9 +152,7 @@ class _SavedInOrder:
 
     def add_outputs(self, outputs: Any) -> None:
         """Note what forward returns: the user's loss saves about as much as that."""
-        for leaf in leaves(outputs):
-            if isinstance(leaf, torch.Tensor):
-                self._output_bytes += leaf.numel() * leaf.element_size()
+        self._output_bytes = bytes_of(tensors_in(outputs))
 
     def bytes_of_backward(self, gradient_copies: int) -> ForwardBytes:
         """Return what is saved, and the most that is held at once while backward frees it."""

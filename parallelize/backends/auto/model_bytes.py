@@ -26,7 +26,7 @@ from parallelize.agreement.gather import gather_objects
 from parallelize.backends.measuring import free_bytes
 from parallelize.cluster.world import World
 from parallelize.plugins.registry import find
-from parallelize.run.containers import leaves
+from parallelize.run.containers import tensors_in
 from parallelize.run.live_optimizers import live_optimizers
 from parallelize.torch_patches.module_tensors import all_buffers, all_parameters
 from parallelize.torch_patches.step import parameters_of
@@ -126,22 +126,22 @@ def count_bytes(
     optimizers = live_optimizers(trained)
     # What lies on the device already, and is counted among the parts of the model.
     present = list(tensors)
-    present += _tensors_in([tensor.grad for tensor in trained])
+    present += tensors_in([tensor.grad for tensor in trained])
     for optimizer in optimizers:
-        present += _tensors_in(optimizer.state)
+        present += tensors_in(optimizer.state)
     release_cache(device)
     free = free_bytes(device, world.local_world_size)
-    free += _bytes_of(tensor for tensor in present if tensor.device == device)
+    free += bytes_of(tensor for tensor in present if tensor.device == device)
     units = _bytes_of_units(model) if world.world_size > 1 else []
     on_device = [tensor for tensor in tensors if tensor.device == device]
     return ModelBytes(
         memory=min(free, memory or free),
-        parameters=_bytes_of(tensors),
-        gradients=_bytes_of(trained),
+        parameters=bytes_of(tensors),
+        gradients=bytes_of(trained),
         optimizer_state=_bytes_of_state(optimizers, trained),
         largest_unit=max(units, default=0),
-        outside_units=_bytes_of(tensors) - sum(units),
-        restored=_bytes_of(on_device) if restore else 0,
+        outside_units=bytes_of(tensors) - sum(units),
+        restored=bytes_of(on_device) if restore else 0,
         is_on_meta=any(tensor.is_meta for tensor in tensors),
         is_on_accelerator=device.type != "cpu",
     )
@@ -175,7 +175,7 @@ def _bytes_of_units(model: nn.Module) -> list[int]:
         # A unit does not gather the parameters of the units inside of it, which come before it.
         parameters = set(all_parameters(unit)) - seen
         seen |= parameters
-        sizes.append(_bytes_of(parameters))
+        sizes.append(bytes_of(parameters))
     return sizes
 
 
@@ -185,26 +185,22 @@ def _bytes_of_state(optimizers: list[Any], trained: list[torch.Tensor]) -> int:
     Without optimizers, one is taken to be made in the block, and to be like Adam.
     """
     if not optimizers:
-        return _STATE_TENSORS_OF_OTHERS * _bytes_of(trained)
+        return _STATE_TENSORS_OF_OTHERS * bytes_of(trained)
     size = 0
     for optimizer in optimizers:
-        kept = _tensors_in(optimizer.state)
+        kept = tensors_in(optimizer.state)
         if kept:
-            size += _bytes_of(kept)
+            size += bytes_of(kept)
             continue
         tensor_count = _STATE_TENSORS.get(type(optimizer).__name__, _STATE_TENSORS_OF_OTHERS)
         for option in _OPTIONS_WITH_STATE:
             if optimizer.defaults.get(option):
                 tensor_count += 1
         parameters = parameters_of(optimizer)
-        size += tensor_count * _bytes_of(tensor for tensor in parameters if tensor.requires_grad)
+        size += tensor_count * bytes_of(tensor for tensor in parameters if tensor.requires_grad)
     return size
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of tensors, of which those on "meta" have none yet."""
     return sum([tensor.numel() * tensor.element_size() for tensor in tensors])

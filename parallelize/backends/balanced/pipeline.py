@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced.microbatch import Staged
-from parallelize.backends.balanced.transfer import tensors_in, to_device
+from parallelize.backends.balanced.transfer import to_device
 from parallelize.backends.batches import (
     Batch,
     Dims,
@@ -44,7 +44,7 @@ from parallelize.backends.batches import (
 )
 from parallelize.backends.model_state import ModelState
 from parallelize.plugins.base import Inner
-from parallelize.run.containers import map_leaves
+from parallelize.run.containers import map_leaves, tensors_in
 from parallelize.run.generators import RNGState
 from parallelize.torch_patches.transforms import is_in_transform
 

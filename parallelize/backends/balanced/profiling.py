@@ -38,10 +38,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.backends.balanced.transfer import owners, tensors_in
+from parallelize.backends.balanced.transfer import owners
 from parallelize.backends.measuring import elapsed_s, free_bytes, now, shortest
 from parallelize.backends.saved_tensors import StorageKey, watch_saved
 from parallelize.errors import ConfigError
+from parallelize.run.containers import tensors_in
 from parallelize.torch_patches.module_tensors import all_parameters
 
 _USABLE = 0.9

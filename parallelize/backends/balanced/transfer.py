@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.model_state import named_tensors
-from parallelize.run.containers import leaves, replace_leaves
+from parallelize.run.containers import replace_leaves, tensors_in
 from parallelize.torch_patches.operations import Arguments, before_operations
 from parallelize.torch_patches.step import BeforeStep, before_step
 
@@ -155,11 +155,6 @@ def to_device(
         return leaf
 
     return replace_leaves(moved, values)
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -51,7 +51,7 @@ from parallelize.backends.fsdp.shards import (
     version_of,
 )
 from parallelize.errors import SyncError
-from parallelize.run.containers import leaves, map_leaves
+from parallelize.run.containers import map_leaves, tensors_in
 from parallelize.run.sharded_tensors import ShardedTensors
 
 
@@ -363,10 +363,6 @@ def _read_only_array(call: Call) -> Any:
 _BYTES_OF_HALF = 2
 
 
-def _tensors(value: Any) -> list[Any]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _is_tracked(tensors: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -379,7 +375,7 @@ def _is_plain_number(tensor: Any) -> bool:
 
 def _is_exact_on_rows(call: Call) -> bool:
     """Return whether DTensor computes from rows what the function computes from full tensors."""
-    targets = _tensors(call.args[:1])
+    targets = tensors_in(call.args[:1])
     if call.name == NORMS_OF_LIST:
         is_known = not _is_tracked([_shard_of(tensor) for tensor in targets])
     elif is_over_all(call.name, call.args[1:], call.kwargs):
@@ -391,7 +387,7 @@ def _is_exact_on_rows(call: Call) -> bool:
         return False
     if not all(isinstance(tensor, Sharded) for tensor in targets):
         return False
-    operands = _tensors((call.args[1:], call.kwargs))
+    operands = tensors_in((call.args[1:], call.kwargs))
     return all(isinstance(tensor, Sharded) or _is_plain_number(tensor) for tensor in operands)
 
 
@@ -401,7 +397,7 @@ def _run_on_rows(call: Call) -> Any:
     result = call.function(*args, **kwargs)
     if call.name == NORMS_OF_LIST:
         return _norms(result)
-    targets = _tensors(args[:1])
+    targets = tensors_in(args[:1])
     if is_in_place(call.name):
         for shard in targets:
             mark_changed(shard)
@@ -411,7 +407,7 @@ def _run_on_rows(call: Call) -> Any:
     # Operands may be of several runs: of a model that an earlier run has left sharded, and of one
     # that is trained now. The result belongs to the operand that was passed last.
     registry = ShardedTensors()
-    for operand in _tensors((call.args, call.kwargs)):
+    for operand in tensors_in((call.args, call.kwargs)):
         if isinstance(operand, Sharded):
             registry = operand.registry
     return map_leaves(lambda value: stand_for(value, registry), result)
@@ -431,7 +427,7 @@ def _run_fused(call: Call) -> None:
 
     args, kwargs = map_leaves(rows_of, (call.args, call.kwargs))
     call.function(*args, **kwargs)
-    for operand in _tensors((call.args, call.kwargs)):
+    for operand in tensors_in((call.args, call.kwargs)):
         if isinstance(operand, Sharded):
             mark_changed(operand.shard)
 
@@ -454,7 +450,7 @@ def _takes_full_operand(call: Call) -> bool:
     target = call.target
     if not (isinstance(target, Sharded) and is_in_place(call.name) and is_by_element(call.name)):
         return False
-    operands = _tensors((call.args[1:], call.kwargs))
+    operands = tensors_in((call.args[1:], call.kwargs))
     if "out" in call.kwargs or _is_tracked([target.shard, *operands]):
         return False
     return all(
@@ -559,7 +555,7 @@ class _FullOperands:
 
 def run_on_full(call: Call) -> Any:
     """Run a function on full tensors, and write what it has changed back to the shards."""
-    operands = _FullOperands(_tensors((call.args, call.kwargs)))
+    operands = _FullOperands(tensors_in((call.args, call.kwargs)))
     # The operands are known by their ids, so that these have to live until the results are known.
     args, kwargs = map_leaves(operands.full, (call.args, call.kwargs))
     result = call.function(*args, **kwargs)
