@@ -46,10 +46,8 @@ from parallelize.gradients.target_counts import (
     join_weights,
     number_on,
 )
+from parallelize.plugins.base import Arguments
 from parallelize.run.containers import leaves, map_leaves, with_leaves
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and the named arguments of a model."""
 
 Dims = Sequence[int | None]
 """For each leaf: the dimension in which it is divided or joined; None: it has no parts."""
@@ -89,17 +87,17 @@ class Batch:
         size: number of samples.
     """
 
-    inputs: Inputs
+    inputs: Arguments
     dims: Dims
     size: int
 
     @classmethod
-    def whole(cls, inputs: Inputs) -> Batch:
+    def whole(cls, inputs: Arguments) -> Batch:
         """Return a batch that is not divided, as if all of it were one sample."""
         return cls(inputs, dims=[None] * len(leaves(inputs)), size=1)
 
     @classmethod
-    def of_rows(cls, inputs: Inputs, size: int) -> Batch:
+    def of_rows(cls, inputs: Arguments, size: int) -> Batch:
         """Return a batch in which each tensor of `size` rows has one row for each sample."""
         dims: list[int | None] = []
         for leaf in leaves(inputs):
@@ -108,7 +106,7 @@ class Batch:
         return cls(inputs, dims, size)
 
     @classmethod
-    def of(cls, inputs: Inputs, dim: int) -> Batch | WholeReason:
+    def of(cls, inputs: Arguments, dim: int) -> Batch | WholeReason:
         """Return a batch of micro-batches, or why it has none.
 
         A 1-D tensor has one number for each sample, such as its length: it is divided along its
@@ -165,7 +163,7 @@ class Batch:
             signature.append(dim)
         return tuple(signature)
 
-    def part(self, start: int, samples: int) -> Inputs:
+    def part(self, start: int, samples: int) -> Arguments:
         """Return the inputs of some samples, in the memory of the batch.
 
         Args:
@@ -179,10 +177,10 @@ class Batch:
             else:
                 # A slice, unlike an output of torch.split, may be changed in place.
                 leaves_of_part.append(leaf.narrow(dim, start, samples))
-        part: Inputs = with_leaves(self.inputs, leaves_of_part)
+        part: Arguments = with_leaves(self.inputs, leaves_of_part)
         return part
 
-    def parts(self, sizes: Sequence[int]) -> list[Inputs]:
+    def parts(self, sizes: Sequence[int]) -> list[Arguments]:
         """Return the inputs of consecutive parts. A single part is the batch itself.
 
         Args:
@@ -197,7 +195,7 @@ class Batch:
             start += size
         return parts
 
-    def in_own_memory(self, part: Inputs) -> Inputs:
+    def in_own_memory(self, part: Arguments) -> Arguments:
         """Return a copy of a part, whose tensors begin where an allocation does.
 
         Libraries choose their kernels by the alignment of addresses, too, such as cuBLAS up to 256
@@ -209,7 +207,7 @@ class Batch:
         copies = []
         for leaf, dim in zip(leaves(part), self.dims, strict=True):
             copies.append(leaf if dim is None else leaf.clone())
-        copied: Inputs = with_leaves(part, copies)
+        copied: Arguments = with_leaves(part, copies)
         return copied
 
     def trial(self, samples: int) -> Batch:

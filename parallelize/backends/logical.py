@@ -32,14 +32,14 @@ from torch import nn
 from torch.func import functional_call
 from typing_extensions import override
 
-from parallelize.backends.batches import Batch, Inputs, joined_parts
+from parallelize.backends.batches import Batch, joined_parts
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.backends.dp_engine import count_of_samples
 from parallelize.backends.logical_checks import LogicalChecks
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
 from parallelize.gradients.autograd_graph import has_sparse_gradient
-from parallelize.plugins.base import Inner, Session
+from parallelize.plugins.base import Arguments, Inner, Session
 from parallelize.run.context import Runtime, current
 from parallelize.run.generators import RNGState, derive_seed, global_generators
 from parallelize.torch_patches.arithmetic import deterministic_kernels
@@ -151,7 +151,7 @@ class Parts(nn.Module):
             "are",
             fix="drop logical=, or transform only what is computed outside of the model's forward",
         )
-        inputs: Inputs = (args, kwargs)
+        inputs: Arguments = (args, kwargs)
         is_recorded = torch.is_grad_enabled()
         division = self._division(inputs, is_recorded=is_recorded)
         checks = self._shared.checks
@@ -175,7 +175,7 @@ class Parts(nn.Module):
         checks.note_outputs(output, inputs=inputs, first_rows=division.sizes[0])
         return output
 
-    def _run_parts(self, inputs: Inputs, division: _Division, *, is_first: bool) -> Any:
+    def _run_parts(self, inputs: Arguments, division: _Division, *, is_first: bool) -> Any:
         """Return the joined outputs of all parts.
 
         Args:
@@ -209,7 +209,7 @@ class Parts(nn.Module):
     def _run_part(
         self,
         number: int,
-        part: Inputs,
+        part: Arguments,
         buffers: dict[str, torch.Tensor],
         division: _Division,
     ) -> Any:
@@ -253,7 +253,7 @@ class Parts(nn.Module):
                     aliases_by_name[name] = _aliases_in_tree(alias, self._parts_of_process)
         return aliases_by_name
 
-    def _division(self, inputs: Inputs, *, is_recorded: bool) -> _Division:
+    def _division(self, inputs: Arguments, *, is_recorded: bool) -> _Division:
         """Return how the batch of a forward is divided, by the number of its samples.
 
             a batch of a sharded loader       as the loader has divided it

@@ -71,10 +71,10 @@ from parallelize.backends.balanced.profiling import (
     seconds_of_adding_a_byte,
 )
 from parallelize.backends.balanced.transfer import place
-from parallelize.backends.batches import Batch, Inputs, WholeReason
+from parallelize.backends.batches import Batch, WholeReason
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
-from parallelize.plugins.base import Inner
+from parallelize.plugins.base import Arguments, Inner
 
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plugin import BalancedBackend
@@ -108,7 +108,7 @@ class Planner:
     output_device: torch.device
     options: BalancedBackend
 
-    def plan(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Plan:
+    def plan(self, inputs: Arguments) -> Plan:
         """Return the plan, made from one batch, given by the arguments of the model.
 
         Raises:
@@ -132,7 +132,7 @@ class Planner:
         _log.log(level, "%s", plan)
         return plan
 
-    def _plan(self, inputs: Inputs, state: ModelState) -> Plan:
+    def _plan(self, inputs: Arguments, state: ModelState) -> Plan:
         """Profile the model on a batch, and choose."""
         model = self.inner.model
         specs = device_specs(self.devices, memory=self.options.memory, model=model)
@@ -149,7 +149,7 @@ class Planner:
                 assert isinstance(profile, Profile)
         return self._choose(profile, specs, why)
 
-    def _profile_of_parts(self, trial: _Trial, inputs: Inputs) -> Profile | str:
+    def _profile_of_parts(self, trial: _Trial, inputs: Arguments) -> Profile | str:
         """Return the costs of micro-batches, or why the batch runs whole."""
         microbatches = self.options.microbatches
         if microbatches == 1:
@@ -278,7 +278,7 @@ class _Trial:
             adding_s=seconds_of_adding_a_byte(output_device),
         )
 
-    def _measure(self, meter: UnitMeter, inputs: Inputs) -> list[Measurement]:
+    def _measure(self, meter: UnitMeter, inputs: Arguments) -> list[Measurement]:
         """Run micro-batches of one batch, the first of which warms up.
 
         To the session they are one forward: mixed precision casts parameters once for all of them.
