@@ -63,8 +63,7 @@ _LISTS = frozenset({"Cat", "Stack"})
 # What makes a learned weight of a loss from a parameter. A replica of DataParallel has its
 # parameters by Broadcast.
 _OF_WEIGHTS = frozenset({"Alias", "Broadcast", "Clone", "Exp", "Neg", "Reshape", "Sigmoid"})
-_OF_WEIGHTS |= {"Softplus", "Squeeze", "ToCopy", "View"}
-_PARAMETER = "torch::autograd::AccumulateGrad"
+_OF_WEIGHTS |= {"Softplus", "Squeeze", "ToCopy", "View", "torch::autograd::AccumulateGrad"}
 # Values of torch's enum Reduction, which nodes of losses save.
 _MEAN, _SUM = 1, 2
 
@@ -159,8 +158,8 @@ class _Value:
         nodes = nodes_behind([self.node])
         if not self.is_in_model:
             return any(map(is_output, nodes))
-        operations = {_operation_of(node) for node in nodes}
-        return not operations <= {*_OF_WEIGHTS, _PARAMETER}
+        # The first other operation ends the search, which would else reach the whole graph.
+        return any(_operation_of(node) not in _OF_WEIGHTS for node in nodes)
 
 
 def _operation_of(node: Any) -> str:
