@@ -56,8 +56,8 @@ class AutoBackend(Backend):
     Nothing is timed, so that every run chooses alike. A model whose parameters and gradients do not
     fit on a device, or that lies on "meta", is sharded at the entry of the block.
 
-    Rank 0 logs the choice in one line, with the bytes, and at logging.DEBUG what each engine needs.
-    `print(f.explain())` shows the rule.
+    Rank 0 logs the choice in one line, with the bytes that each engine needs. `print(f.explain())`
+    shows the rule.
 
     Args:
         memory: usable bytes of each device; None: what is free, on the CPU for one process of the
