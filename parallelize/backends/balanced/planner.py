@@ -75,6 +75,7 @@ from parallelize.backends.batches import Batch, WholeReason
 from parallelize.backends.model_state import ModelState
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Arguments, Inner
+from parallelize.torch_patches.compile import run_uncompiled
 
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plugin import BalancedBackend
@@ -119,15 +120,15 @@ class Planner:
         with (
             torch.inference_mode(mode=False),
             torch.enable_grad(),
-            torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
         ):
             # The step itself gives forward's warnings.
             warnings.simplefilter("ignore")
             try:
-                plan = replace(self._plan(inputs, state), model=type(model).__name__)
+                plan = run_uncompiled(lambda: self._plan(inputs, state))
             finally:
                 state.restore()
+        plan = replace(plan, model=type(model).__name__)
         level = logging.INFO if plan.is_split else logging.WARNING
         _log.log(level, "%s", plan)
         return plan
