@@ -10,7 +10,6 @@ forked from this one, which has imported torch and the suite, and has done nothi
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -36,15 +35,10 @@ os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(TIMEOUT_S)
 # Without this, the question whether there are devices starts the driver, which a forked process cannot use.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
-if importlib.util.find_spec("expecttest") is None:
-    # torch's base class of tests inherits from this package's. No case of DDP calls what that adds.
-    stand_in: Any = types.ModuleType("expecttest")
-    stand_in.TestCase = unittest.TestCase
-    sys.modules["expecttest"] = stand_in
-
 import torch  # noqa: E402  # after the variables
-from torch.testing._internal.distributed import distributed_test as suite  # noqa: E402  # after the variables
+from torch_databases import imported  # noqa: E402  # after the variables
 
+suite = imported("torch.testing._internal.distributed.distributed_test")
 SUITE = suite.DistributedTest._DistTestBase
 suite.default_pg_timeout = TIMEOUT_S
 
