@@ -106,7 +106,7 @@ ROOMS: Mapping[str, int] = {
     "backends": 11_671,
     "backends/auto": 3_387,
     "backends/balanced": 13_456,
-    "backends/fsdp": 18_239,
+    "backends/fsdp": 18_295,
     "block": 6_193,
     "call": 18_283,
     "checkpoint": 18_328,
@@ -120,7 +120,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 26_926,
     "plugins": 3_336,
     "precision": 8_045,
-    "run": 10_632,
+    "run": 10_685,
     "torch_patches": 7_349,
     "worker": 7_798,
 }

@@ -8,6 +8,7 @@ tensor has a place: the stretch of the program in which it was made, and its num
     a forward               begins a stretch, because all ranks make each forward together
     the step of an          a stretch of its own, which is named by what it steps: in it, the state
     optimizer               of the optimizer is made
+    attributes of a tensor  a stretch of their own, such as its gradients
 
 Tensors of different ranks belong together if they have the same place in stretches in which all of
 the ranks have made equally many.
@@ -62,13 +63,26 @@ class ShardedTensors:
         self._added = 0
         self._stretches_begun = 0
         self._stretch = self._outside_of_steps = Stretch("before the first block")
-        self._stretches_of_steps: dict[str, Stretch] = {}
+        self._named_stretches: dict[str, Stretch] = {}
         self._by_number: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def add(self, tensor: Any) -> None:
-        """Note a tensor that was made, and its place, without keeping it alive."""
-        self._stretch.tensors_made += 1
-        tensor.__dict__["place"] = Place(self._stretch, self._stretch.tensors_made)
+    def next_place(self, read_from: Any = None) -> Place:
+        """Return the place of a tensor that is made now.
+
+        Args:
+            read_from: the tensor of which it is an attribute, such as its gradient. Programs read
+                attributes on one rank alone, as in `if is_main(): assert p.grad is not None`, so
+                that those of each tensor have a stretch of their own.
+        """
+        stretch = self._stretch
+        if read_from is not None:
+            stretch = self._stretch_named(f"{stretch.name}, read from ({read_from.place})")
+        stretch.tensors_made += 1
+        return Place(stretch, stretch.tensors_made)
+
+    def add(self, tensor: Any, place: Place) -> None:
+        """Note a tensor, and its place, without keeping it alive."""
+        tensor.__dict__["place"] = place
         self._by_number[self._added] = tensor
         self._added += 1
 
@@ -76,12 +90,15 @@ class ShardedTensors:
         """Begin a stretch; called where all ranks are at the same point of the program."""
         self._stretches_begun += 1
         self._stretch = self._outside_of_steps = Stretch(f"stretch {self._stretches_begun}")
-        self._stretches_of_steps.clear()
+        self._named_stretches.clear()
 
     def begin_step(self, parameter: Any) -> None:
         """Begin, or go on with, the stretch of the steps on a parameter, until `end_step`."""
         name = f"{self._outside_of_steps.name}, step on ({parameter.place})"
-        self._stretch = self._stretches_of_steps.setdefault(name, Stretch(name))
+        self._stretch = self._stretch_named(name)
+
+    def _stretch_named(self, name: str) -> Stretch:
+        return self._named_stretches.setdefault(name, Stretch(name))
 
     def end_step(self) -> None:
         """Go on with the stretch outside of steps."""

@@ -116,6 +116,36 @@ def copies_that_each_rank_makes_at_other_places_are_not_mixed() -> None:
 
 
 @check
+def what_one_rank_frees_later_mixes_no_tensors() -> None:
+    """A tensor that stands for a gradient counts once: also if it was freed, and is made again."""
+    model, held = small_model(), []
+    with parallel_model(model, backend="fsdp"):
+        model(batch(model)).square().mean().backward()
+        for parameter in model.parameters():
+            for _ in range(3):
+                gradient = parameter.grad
+                if rank() == 1:
+                    held += [gradient, gradient.data]
+                del gradient
+        copies = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        held.clear()
+    assert not any(map(is_sharded, copies))
+
+
+@check
+def attributes_that_one_rank_reads_mix_no_tensors() -> None:
+    """As in `if is_main(): assert p.grad is not None`."""
+    model = small_model()
+    with parallel_model(model, backend="fsdp"):
+        model(batch(model)).square().mean().backward()
+        if rank() == 0:
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            assert all(parameter.data.dtype is torch.float32 for parameter in model.parameters())
+        copies = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    assert not any(map(is_sharded, copies))
+
+
+@check
 def a_gradient_that_one_rank_has_dropped_is_dropped_by_all() -> None:
     """No rank waits for the shards of a gradient that another one does not have."""
     model = small_model()

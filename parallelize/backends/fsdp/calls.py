@@ -138,31 +138,35 @@ class Gathered:
         self._note_equal()
 
 
-def let_stand(tensor: torch.Tensor, shard: Any, registry: ShardedTensors) -> None:
-    """Let a tensor stand for a shard; its class is set by the caller."""
+def let_stand(tensor: Any, shard: Any, registry: ShardedTensors, read_from: Any = None) -> None:
+    """Let a tensor stand for a shard; its class is set by the caller; see `stand_for`."""
     tensor.__dict__.update(shard=shard, registry=registry)
-    record_of(shard).standing = weakref.ref(tensor)
-    registry.add(tensor)
+    record = record_of(shard)
+    record.standing = weakref.ref(tensor)
+    if record.place is None:
+        record.place = registry.next_place(read_from)
+    registry.add(tensor, record.place)
 
 
-def stand_for(value: Any, registry: ShardedTensors) -> Any:
+def stand_for(value: Any, registry: ShardedTensors, read_from: Any = None) -> Any:
     """Return the tensor that stands for a DTensor; a plain, full one if no rows are cut.
 
-    Other values are returned as they are.
+    Args:
+        value: the DTensor. Other values are returned as they are.
+        registry: the sharded tensors of its run.
+        read_from: the sharded tensor of which it is an attribute; None: of none.
     """
     if not isinstance(value, DTensor):
         return value
     reference = record_of(value).standing
-    standing: Any = None
-    if reference is not None:
-        standing = reference()
+    standing: Any = None if reference is None else reference()
     if standing is not None:
         return standing
     if not any(placement.is_shard() for placement in value.placements):
         return full_tensor_with_gradient(value)
     standing = value._local_tensor.detach()
     standing.__class__ = ShardedTensor
-    let_stand(standing, value, registry)
+    let_stand(standing, value, registry, read_from)
     return standing
 
 
@@ -237,7 +241,7 @@ def _get_attribute(call: Call) -> Any:
     getter = GETTERS.get(call.function.__self__.__name__)
     if getter is not None:
         return getter(call)
-    return stand_for(call.function(call.target.shard), call.target.registry)
+    return stand_for(call.function(call.target.shard), call.target.registry, call.target)
 
 
 def _set_attribute(call: Call) -> None:
@@ -255,7 +259,7 @@ def _get_data(call: Call) -> Any:
     if record.data_alias is None:
         alias = call.function(shard)
         record_of(alias).version = record.version
-        record.data_alias = stand_for(alias, call.target.registry)
+        record.data_alias = stand_for(alias, call.target.registry, call.target)
     return record.data_alias
 
 

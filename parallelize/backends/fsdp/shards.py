@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
+from parallelize.run.sharded_tensors import Place
+
 _RECORD = "record_of_parallelize"
 
 
@@ -43,6 +45,8 @@ class Record:
         standing: refers to the tensor that stands for the shard, so that `p.grad is p.grad`. It is
             weak, because the tensor refers to the shard: in a cycle, both would live until Python's
             collector finds them, which is at another time on each rank. None: there was none yet.
+        place: where the first tensor that stands for the shard was made. A tensor that replaces one
+            that was freed has the same place: when a tensor is freed may differ between ranks.
         data_alias: the tensor that `p.data` has returned, so that each `p.data` returns this one.
             `p.data = other` gives it rows of its own: what the user has kept of the old data stays
             as it is, while the shard's rows, which fully_shard knows, get new values.
@@ -50,6 +54,7 @@ class Record:
 
     version: Version = field(default_factory=Version)
     standing: weakref.ref[torch.Tensor] | None = None
+    place: Place | None = None
     data_alias: Any = None
 
 
