@@ -29,12 +29,13 @@ def train(model, dataset, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     with parallel_model(model):
-        for _ in range(epochs):
-            for x, y in shard_loader(loader, progress=True):
+        for epoch in range(epochs):
+            for x, y in shard_loader(loader):
                 loss = F.cross_entropy(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+            print(f"epoch {epoch}: loss {loss.item():.3f}")
     return loss.item()
 
 

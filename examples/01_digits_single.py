@@ -6,7 +6,6 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 
 class Net(nn.Sequential):
@@ -26,12 +25,13 @@ class Net(nn.Sequential):
 def train(model, dataset, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(epochs):
-        for x, y in tqdm(loader):
+    for epoch in range(epochs):
+        for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        print(f"epoch {epoch}: loss {loss.item():.3f}")
     return loss.item()
 
 

@@ -107,14 +107,22 @@ def _indented(lines: list[str], before: list[str], after: list[str]) -> list[str
         header = re.fullmatch(r"@@ -(\d+)\S* \+(\d+)\S* @@", line)
         if header is not None:
             old, new = int(header[1]), int(header[2])
-            shown += [" ..."] if shown else []
+            if shown:
+                shown = [*_without_blank_end(shown), " ..."]
         elif line.startswith("-"):
             shown.append(f"-{before[old - 1]}".rstrip())
             old += 1
         else:
-            shown.append(f"{line[0]}{after[new - 1]}".rstrip())
+            shown_line = f"{line[0]}{after[new - 1]}".rstrip()
+            if shown_line or shown[-1:] != [" ..."]:
+                shown.append(shown_line)
             old, new = old + (line[0] == " "), new + 1
     return shown
+
+
+def _without_blank_end(lines: list[str]) -> list[str]:
+    """Return lines without the blank ones at their end."""
+    return "\n".join(lines).rstrip().splitlines()
 
 
 def peers() -> str:
@@ -146,7 +154,6 @@ def written(text: str) -> str:
     """Return the text of a page with the blocks between `<!-- name -->` and `<!-- end -->` regenerated."""
     for name, block in {
         "changed": changed(),
-        "program": program("00_quickstart.py"),
         "logging": program("17_logging.py"),
         "support": support(),
         "levels": levels(),

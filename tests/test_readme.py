@@ -19,7 +19,7 @@ def test_the_shown_diffs_and_tables_are_current(path: Path) -> None:
 def test_each_table_is_shown_once() -> None:
     """Every generated block has one place."""
     text = "".join(path.read_text() for path in readme.PAGES)
-    blocks = ("changed", "changes of Python", "changes of torch", "levels", "peers", "program", "support")
+    blocks = ("changed", "changes of Python", "changes of torch", "levels", "peers", "support")
     assert {name: text.count(f"<!-- {name} -->") for name in blocks} == dict.fromkeys(blocks, 1)
 
 

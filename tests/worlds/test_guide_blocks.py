@@ -58,6 +58,8 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
+
 BLOCKS = {f"{page.stem} {number}": block for page in GUIDES for number, block in enumerate(blocks(page))}
 
 
@@ -90,23 +92,25 @@ def test_block_runs(name: str, run_script: Callable[..., subprocess.CompletedPro
     assert run_script(script).stdout.strip().endswith("done")
 
 
-def test_the_first_program(tmp_path: Path) -> None:
-    """README's first program prints what README shows, up to rounding."""
-    shown = re.search(r"\$ python train\.py\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_first_output(tmp_path: Path) -> None:
+    """README's first program prints the lines that README shows, with about the same numbers."""
+    shown = re.search(r"\$ python examples/01_digits\.py\n(.*?)```", README.read_text(), re.DOTALL)
     assert shown
-    printed = run(ROOT / "examples/00_quickstart.py", tmp_path).stdout
-    assert re.sub(r"\d+\.\d+", "_", printed) == re.sub(r"\d+\.\d+", "_", shown[1])
-    for got, want in zip(numbers(printed), numbers(shown[1]), strict=True):
-        assert got == pytest.approx(want, abs=1e-3)
+    printed = run(ROOT / "examples/01_digits.py", tmp_path).stdout
+    for line in shown[1].splitlines():
+        if line != "...":
+            assert line.translate(WITHOUT_DIGITS) in printed.translate(WITHOUT_DIGITS)
+    assert numbers(printed)[-1] == pytest.approx(numbers(shown[1])[-1], abs=0.03)
 
 
 @pytest.mark.slow
 def test_the_first_mistake(tmp_path: Path) -> None:
-    """README's mistake raises the error that README shows."""
-    program, mistake = blocks(README)
+    """README's mistake, after the inner loop of its first program, raises the error that README shows."""
+    (mistake,) = blocks(README)
+    program = (ROOT / "examples/01_digits.py").read_text()
     place = '            print(f"epoch'
-    names = "import barrier, distributed, rank,"
-    script = program.replace(place, mistake + place, 1).replace("import distributed,", names)
+    names = "import barrier, distributed, parallel_model, rank,"
+    script = program.replace(place, mistake + place, 1).replace("import distributed, parallel_model,", names)
     (tmp_path / "train.py").write_text(script)
     errors = run(tmp_path / "train.py", tmp_path).stderr
     shown = re.search(r"```text\n(SyncError.*?)```", README.read_text(), re.DOTALL)
