@@ -36,7 +36,7 @@ def accuracies(pods: list[Mapping[str, str]], script: Path) -> list[str]:
 def script(tmp_path: Path) -> Path:
     """The example of the image, with fewer epochs."""
     (copied,) = re.findall(r"COPY (\S+) /workspace/train.py", (FOLDER / "Dockerfile").read_text())
-    text = (EXAMPLES / copied).read_text()
+    text = (EXAMPLES.parent / copied).read_text()
     assert "epochs=10" in text
     (tmp_path / "train.py").write_text(text.replace("epochs=10", "epochs=4"))
     return tmp_path / "train.py"
