@@ -86,7 +86,7 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
         **options: each is optional:
 
             - backend (str | Backend, "ddp"): how a model runs in parallel: "ddp", "fsdp", "dp",
-              "ddp2", "balanced", "auto" for the faster of "ddp" and "fsdp" that fits, or an object
+              "ddp2", "balanced", "auto" for the first of "ddp" and "fsdp" that fits, or an object
               with options, such as `DDPBackend(bucket_cap_mb=50)`.
             - gpus (int | str | list, None): the GPUs of each node: a number, indices, "0,2", "auto"
               for all; None: all of them, or the CPU on a node without GPUs.
