@@ -1,6 +1,7 @@
 """README's picture, `results/overview.svg`, drawn from results of the benchmarks launch, faults and step_overhead.
 
-python benchmarks/picture.py
+`python benchmarks/picture.py` writes it. README's table has numbers of the same files (tests/figures.py), and a test
+fails if the picture was not drawn again after a run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Panel", "draw", "panels"]
+__all__ = ["Panel", "draw", "drawn", "panels"]
 
 _RESULTS = Path(__file__).parent / "results"
 _WIDTH, _LEFT, _BAR, _ROW = 860, 300, 440, 20
@@ -45,7 +46,7 @@ def panels(launch: Any, faults: Any, step_overhead: Any) -> list[Panel]:
             for name in ("parallelize", "torchrun"):
                 reports[f"{row['a rank'].partition(' than')[0]}: {name}"] = _first_number(row[name])
     steps = {
-        row["loop"]: float(row["ratio of CPU time"])
+        row["loop"]: round(float(row["ratio of CPU time"]), 2)
         for row in _rows(step_overhead)
         if (row["model"], row["ranks"], row["level"]) == ("GPT of 6 layers", "2", "O0") and "tokens" not in row["loop"]
     }
@@ -93,12 +94,14 @@ def draw(shown: Iterable[Panel], title: str) -> str:
 """
 
 
-def main() -> None:
+def drawn() -> str:
+    """Return the picture of the saved results."""
     results = [json.loads((_RESULTS / f"{name}.json").read_text()) for name in ("launch", "faults", "step_overhead")]
     facts = results[0]["machine"]
-    title = f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, gloo; {facts['date']}; benchmarks/results"
-    (_RESULTS / "overview.svg").write_text(draw(panels(*results), title))
+    days = sorted(result["machine"]["date"] for result in results)
+    where = f"{facts['cpu']}, {facts['cores']} cores, torch {facts['torch']}, gloo"
+    return draw(panels(*results), f"{where}; {days[0]} to {days[-1]}; benchmarks/results")
 
 
 if __name__ == "__main__":
-    main()
+    (_RESULTS / "overview.svg").write_text(drawn())

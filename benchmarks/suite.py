@@ -18,11 +18,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from report import machine, plot, ratios_of, tables_of
+from report import Table, machine, plot, ratios_of, tables_of
 
-__all__ = ["BENCHMARKS", "Benchmark", "present", "run"]
+__all__ = ["BENCHMARKS", "Benchmark", "plot_of", "present", "run"]
 
 HERE = Path(__file__).parent
 
@@ -114,10 +115,16 @@ def run(name: str, folder: Path, *, is_quick: bool) -> bool:
         "ratios": [asdict(ratio) for ratio in ratios_of(tables)],
     }
     (folder / f"{name}.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    gpus = "".join(f", {gpu}" for gpu in machine_facts["gpus"])
-    title = f"{name}: {machine_facts['cpu']}, {machine_facts['cores']} cores{gpus}, {machine_facts['date']}"
-    (folder / f"{name}.svg").write_text(plot(ratios_of(tables), title))
+    (folder / f"{name}.svg").write_text(plot_of(report))
     return True
+
+
+def plot_of(report: dict[str, Any]) -> str:
+    """Return the SVG plot of the ratios in a file of results."""
+    facts = report["machine"]
+    gpus = "".join(f", {gpu}" for gpu in facts["gpus"])
+    title = f"{report['benchmark']}: {facts['cpu']}, {facts['cores']} cores{gpus}, {facts['date']}"
+    return plot(ratios_of(Table(**table) for table in report["tables"]), title)
 
 
 def summary(names: Sequence[str], folder: Path) -> str:

@@ -1,4 +1,13 @@
-"""Generated parts of README and the guides; `python tests/readme.py` rewrites them between their markers."""
+"""Generated parts of README, the guides and the benchmarks' READMEs; `python tests/readme.py` rewrites them.
+
+A part is between two markers, such as `<!-- support -->` and `<!-- end -->`, each in a line of its own. Figures from
+`benchmarks/results` may also stand in a sentence: `<!-- figures: launch/second call -->0.09 s<!-- end -->`, but not at
+the start of a line. `figures.NAMES` lists them. README's table of what this library costs, with the machine and dates
+below it, is
+
+    <!-- figures: costs -->
+    <!-- end -->
+"""
 
 from __future__ import annotations
 
@@ -8,11 +17,13 @@ import re
 from pathlib import Path
 
 import changes
+import figures
 
 from parallelize.plugins import registry
 from parallelize.precision.levels import TABLE
 
 __all__ = [
+    "BENCHMARKS",
     "CONTRIBUTING",
     "GUIDES",
     "MIGRATION",
@@ -34,7 +45,8 @@ README = ROOT / "README.md"
 MIGRATION = ROOT / "examples/13_migration/README.md"
 GUIDES = sorted((ROOT / "examples/guides").glob("*.md"))
 CONTRIBUTING = ROOT / ".github/CONTRIBUTING.md"
-PAGES = [README, MIGRATION, CONTRIBUTING, *GUIDES]
+BENCHMARKS = [ROOT / "benchmarks/README.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
+PAGES = [README, MIGRATION, CONTRIBUTING, *GUIDES, *BENCHMARKS]
 SKILL = ROOT / ".github/skills/parallelize/SKILL.md"
 
 
@@ -151,7 +163,7 @@ def skill() -> str:
 
 
 def written(text: str) -> str:
-    """Return the text of a page with the blocks between `<!-- name -->` and `<!-- end -->` regenerated."""
+    """Return the text of a page with everything between markers regenerated."""
     for name, block in {
         "changed": changed(),
         "logging": program("17_logging.py"),
@@ -165,7 +177,7 @@ def written(text: str) -> str:
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, b=block: f"{m[1]}{b}\n{m[2]}", text, flags=re.DOTALL
         )
-    return text
+    return figures.written(text)
 
 
 if __name__ == "__main__":
