@@ -2,7 +2,7 @@
 
 A document has a figure between two markers, and `python tests/readme.py` writes what is between them:
 
-    <!-- figures: costs -->                                            a table, in lines of its own
+    <!-- figures: faults/faults -->                                    a table, in lines of its own
     <!-- end -->
     It takes <!-- figures: launch/second call -->0.09 s<!-- end -->.   words in a sentence
 
@@ -25,7 +25,18 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LIMITS", "NAMES", "RESULTS", "blocks", "rounded", "table_of", "text_of", "typed_by_hand", "written"]
+__all__ = [
+    "LIMITS",
+    "NAMES",
+    "RESULTS",
+    "blocks",
+    "costs",
+    "rounded",
+    "table_of",
+    "text_of",
+    "typed_by_hand",
+    "written",
+]
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
@@ -148,9 +159,9 @@ def machine(*names: str) -> str:
     processors = [facts["cpu"] for facts in machines if facts["cpu"] != "x86 virtual machine"]
     processor = f" ({processors[0]})" if processors else ""
     facts = machines[0]
-    where = f"a virtual machine with {facts['cores']} cores{processor}"
+    where = f"a virtual machine with {facts['cores']} cores{processor} and no GPU"
     torch = facts["torch"].removesuffix("+cpu")
-    return f"Measured on {where}, Python {facts['python']}, torch {torch}, gloo, {_days(days[0], days[-1])}."
+    return f"Measured on {where}, Python {facts['python']}, torch {torch}, {_days(days[0], days[-1])}."
 
 
 def _days(first: date, last: date) -> str:
@@ -455,7 +466,6 @@ def loss_in_fp32() -> str:
 
 
 NAMES: Mapping[str, Callable[[], str]] = {
-    "costs": costs,
     "machine": lambda: machine("step_overhead", "first_call", "launch", "faults", "data", "logical", "auto_memory"),
     "first_call/first calls": first_calls,
     "launch/second calls": second_calls,

@@ -2,11 +2,8 @@
 
 A part is between two markers, such as `<!-- support -->` and `<!-- end -->`, each in a line of its own. Figures from
 `benchmarks/results` may also stand in a sentence: `<!-- figures: launch/second call -->0.09 s<!-- end -->`, but not at
-the start of a line. `figures.NAMES` lists them. README's table of what this library costs, with the machine and dates
-below it, is
-
-    <!-- figures: costs -->
-    <!-- end -->
+the start of a line. `figures.NAMES` lists them. README's small table of what this library costs, with the machine and
+the dates below it, is between `<!-- cost -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -170,6 +167,7 @@ def written(text: str) -> str:
         "support": support(),
         "levels": levels(),
         "peers": peers(),
+        "cost": figures.costs(),
         "changes of torch": changes.table(changes.OF_TORCH),
         "changes of Python": changes.table(changes.OF_PYTHON),
         **migrations(),

@@ -41,7 +41,7 @@ def test_the_shown_diffs_and_tables_are_current(path: Path) -> None:
 def test_each_table_is_shown_once() -> None:
     """Every generated block has one place."""
     text = "".join(path.read_text() for path in readme.PAGES)
-    blocks = ("changed", "changes of Python", "changes of torch", "levels", "peers", "support")
+    blocks = ("changed", "changes of Python", "changes of torch", "cost", "levels", "peers", "support")
     assert {name: text.count(f"<!-- {name} -->") for name in blocks} == dict.fromkeys(blocks, 1)
 
 
@@ -118,7 +118,7 @@ def test_no_measurement_is_typed_by_hand(path: Path) -> None:
         ("It takes 0.09 s, 22x as long, and 3 to 8 % more.", ["0.09 s", "22x", "8 %"]),
         ("A step is 18 times as fast in 1.7 GiB and 5 seconds.", ["18 times", "1.7 GiB"]),
         ("It takes <!-- figures: launch/second call -->7.77 s<!-- end --> here, and 8.88 s there.", ["8.88 s"]),
-        ("<!-- figures: costs -->\n| 7.77 s |\n<!-- end -->\n```text\n9.99 s\n```\n`7.77 s`", []),
+        ("<!-- cost -->\n| 7.77 s |\n<!-- end -->\n```text\n9.99 s\n```\n`7.77 s`", []),
         ("8 x 1024 tokens, torch 2.13.0, 4 GPUs, a path-3 s3://x, 3 steps", []),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_figure_is_the_same_everywhere(name: str) -> None:
 
 def test_the_short_table_agrees_with_the_page() -> None:
     """Each time in README's table of costs is in a table of the guide to performance."""
-    times = re.findall(r"\d+\.\d+ (?:s|ms)\b", figures.text_of("costs"))
+    times = re.findall(r"\d+\.\d+ (?:s|ms)\b", figures.costs())
     page = (readme.ROOT / "examples/guides/performance.md").read_text()
     assert len(times) == 8
     assert [time for time in times if f"| {time} |" not in page] == []
