@@ -570,6 +570,7 @@ LIMITS: Mapping[str, str] = {
     "90 s": "benchmarks/faults: how long the other rank sleeps",
     "0.5 s": "hang detection: how often ranks and the judge look",
     "5 min": "how long `tox run` may take",
+    "10 min": "torch: its default timeout of NCCL",
     "30 min": "torch: its default timeout of a process group; benchmarks: how long all of them may take",
     "40 min": "how long `.ci/run` may take",
     "5 %": "balanced: it does not divide a model that would gain less",
