@@ -72,8 +72,8 @@ def distributed(
 def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Options]) -> Any:
     """Decorate a function so that each call runs on all requested devices.
 
-    Decorating starts no process and initializes no device. At the call, PARALLELIZE_<OPTION>
-    environment variables override the options given here.
+    Decorating starts no process and initializes no device. At the call, environment variables
+    named `PARALLELIZE_<OPTION>` override the options given here.
 
     Every rank begins with the caller's states of the global random generators (torch, random,
     numpy), and rank 0 gives them back as the function has left them: the next call, and the caller,

@@ -64,8 +64,8 @@ class RayLauncher(BatchLauncher):
 
     Args:
         address: address of the cluster, as for ray.init: "auto" (the one that this machine belongs
-            to) or "ray://<head>:10001" (from a laptop or a notebook, also to KubeRay). A connection
-            that exists is used.
+            to) or `"ray://<head>:10001"` (from a laptop or a notebook, also to KubeRay). A
+            connection that exists is used.
         cpus_per_task: cores of each process.
         resources: other resources of each node, as for Ray, such as
             {"accelerator_type:A100": 0.001}.
