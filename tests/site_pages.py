@@ -70,8 +70,8 @@ _CODE = re.compile(f"{_FENCED}|``.+?``|`[^`]+`", re.DOTALL | re.MULTILINE)
 _MARKDOWN_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?")
 _HTML_LINK = re.compile(r"""(?<=[ ]src=["']|href=["']|cset=["'])(?!\w+:|#)([^"'#]+)(#[^"']*)?""")
 
-# A line of a paragraph, or of the end of one, before the first line of a list.
-_TEXT_BEFORE_LIST = re.compile(r"^(?![-*] |\d+\. |[|#<])(\S.*\n)(?=[-*] |1\. )", re.MULTILINE)
+# What begins an item of a list, up to its text.
+_LIST_MARKER = re.compile(r" *(?:[-*+]|\d+[.)]) +(?=\S)")
 
 _log = logging.getLogger("mkdocs.hooks.site_pages")
 
@@ -122,7 +122,7 @@ def page_of(text: str, *, path: Path, repository: str = "") -> str:
     def change_links(prose: str) -> str:
         return _HTML_LINK.sub(link_in_html, _MARKDOWN_LINK.sub(link_in_markdown, prose))
 
-    return _separate_lists(_map_prose(text, change_links))
+    return _indent_lists(_map_prose(text, change_links))
 
 
 def _site_link(link: re.Match[str], path: Path, repository: str) -> str:
@@ -158,11 +158,39 @@ def _map_prose(text: str, change: Callable[[str], str]) -> str:
     return "".join(changed)
 
 
-def _separate_lists(text: str) -> str:
-    """Insert an empty line between a paragraph and its list, which Python-Markdown needs and GitHub does not."""
-    parts = _BLOCK.split(text)  # text, fenced block, text, ...
-    parts[::2] = [_TEXT_BEFORE_LIST.sub(r"\1\n", part) for part in parts[::2]]
-    return "".join(parts)
+def _indent_lists(text: str) -> str:
+    """Indent lists as Python-Markdown needs it, where GitHub needs less.
+
+    What belongs to an item of a list is indented by four for each level, and a list that follows a paragraph begins
+    after an empty line:
+
+        Steps:               Steps:
+
+        1. Install it:       1. Install it:
+
+           ```console            ```console
+           pip install .         pip install .
+           ```                   ```
+    """
+    lines: list[str] = []
+    items: list[int] = []  # of each list around the line: the column in which the text of its item begins
+    is_in_block = False
+    for line in text.split("\n"):
+        column = len(line) - len(line.lstrip(" "))
+        marker = _LIST_MARKER.match(line)
+        if line.strip() and not is_in_block:
+            is_item_before = bool(items)
+            while items and column < items[-1]:
+                items.pop()
+            if marker and not is_item_before and lines and lines[-1].strip():
+                lines.append("")
+        parent = items[-1] if items else 0
+        lines.append("    " * len(items) + line[min(column, parent) :] if line.strip() else "")
+        if line.lstrip(" ").startswith("```"):
+            is_in_block = not is_in_block
+        elif marker and not is_in_block:
+            items.append(len(marker[0]))
+    return "\n".join(lines)
 
 
 def link_names(text: str, names: Iterable[str]) -> str:

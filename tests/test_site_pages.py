@@ -77,10 +77,25 @@ def test_with_an_address_of_the_repository_sources_are_there() -> None:
     )
 
 
-def test_a_list_may_follow_its_paragraph_at_once() -> None:
-    """An empty line is inserted before it, but not between its items, nor in a block of code."""
-    text = "Rules:\n- one\n  of two lines\n- two\n\n```text\na\n- b\n```\n"
-    assert site_pages.page_of(text, path=GUIDE) == text.replace("Rules:\n", "Rules:\n\n")
+@pytest.mark.parametrize(
+    ("text", "of_site"),
+    [
+        ("Rules:\n- one\n  of two lines\n- two", "Rules:\n\n- one\n    of two lines\n- two"),
+        ("- one\n  - two\n    - three\n- four", "- one\n    - two\n        - three\n- four"),
+        (
+            "1. one:\n\n   ```python\n   def f():\n       x\n   ```\n\nText",
+            "1. one:\n\n    ```python\n    def f():\n        x\n    ```\n\nText",
+        ),
+        (
+            "Text\n\n    code\n\n- one\n\n  Text\n\nText\n  more",
+            "Text\n\n    code\n\n- one\n\n    Text\n\nText\n  more",
+        ),
+        ("```text\na\n- b\n  - c\n```", "```text\na\n- b\n  - c\n```"),
+    ],
+)
+def test_lists_are_indented_for_mkdocs(text: str, of_site: str) -> None:
+    """GitHub takes less indentation, and no empty line between a paragraph and its list; blocks of code stay."""
+    assert site_pages.page_of(text, path=GUIDE) == of_site
 
 
 def test_markup_that_is_shown_as_text_is_found() -> None:
