@@ -59,7 +59,16 @@ _ADDRESSES = {
 
 # Sources that the site has as they are. It shows all others as a page.
 _DATA = {".csv", ".gif", ".jpg", ".json", ".png", ".svg"}
-_LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+_LANGUAGES = {
+    ".cpp": "cpp",
+    ".h": "cpp",
+    ".py": "python",
+    ".sbatch": "bash",
+    ".sh": "bash",
+    ".toml": "toml",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+}
 
 # A fenced block, or a code span.
 _FENCED = r"^[ ]*```.*?^[ ]*```[ ]*$"
@@ -276,8 +285,14 @@ def _links_of(path: Path) -> Iterator[Path]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return what a folder has in the repository, without its README.md."""
-    return [path for path in sorted(folder.iterdir()) if not path.name.startswith((".", "__", "README.md"))]
+    """Return what a folder has in the repository, without its README.md and without files that a program has left."""
+    names = [path for path in sorted(folder.iterdir()) if not path.name.startswith((".", "__", "README.md"))]
+    return [path for path in names if path.is_dir() or path.suffix in _DATA or _is_text(path)]
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file is no checkpoint or archive."""
+    return b"\0" not in path.read_bytes()
 
 
 def source_page(path: Path) -> str:

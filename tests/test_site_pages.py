@@ -135,6 +135,16 @@ def test_pages_of_sources() -> None:
     assert "- [multi.py](10_slurm/multi.py.md)" in site_pages.source_page(ROOT / "examples/10_slurm")
 
 
+def test_a_folder_lists_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that somebody has run leaves files in its folder, which no page can show."""
+    monkeypatch.setattr(site_pages, "ROOT", tmp_path)
+    folder = tmp_path / "example"
+    (folder / "__pycache__").mkdir(parents=True)
+    (folder / "train.py").write_text("x = 1\n")
+    (folder / "model.pt").write_bytes(b"PK\0\1")
+    assert site_pages.source_page(folder) == "# example\n\n## Files\n\n- [train.py](example/train.py.md)\n"
+
+
 def test_llms_text_has_a_line_for_each_page() -> None:
     """With absolute links if the site has an address."""
     sections = [{"Start": [{"Overview": "index.md"}, "guides/data.md"]}, {"API": ["api/data.md"]}]
