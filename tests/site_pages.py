@@ -349,6 +349,8 @@ def llms_text(title: str, summary: str, sections: list[dict[str, Any]], *, site:
         for heading, entries in section.items():
             lines += ["", f"## {heading}", ""]
             for address in _addresses(entries):
+                if address not in paths:
+                    continue  # MkDocs reports that the file is missing
                 text = paths[address].read_text()
                 # Guides are in the site as Markdown, too. Pages of the reference get their text from docstrings.
                 link = address.replace(".md", ".html") if address.startswith("api/") else address
