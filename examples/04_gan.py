@@ -8,34 +8,39 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import distributed, parallel_model, shard_loader
 
+NOISE = 16  # numbers from which the generator draws an image
+
 
 @distributed(gpus="auto", processes=2, seed=0)
-def train(dataset, epochs):
-    generator = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
-    critic = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
-    generator_step = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.9))
-    critic_step = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
+def train(generator, critic, dataset, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
-    with parallel_model(generator, critic) as (g, d):
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.9))
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
+    with parallel_model(generator, critic):
         for _ in range(epochs):
             for (real,) in shard_loader(loader):
-                fake = g(torch.randn(len(real), 16, device=real.device))
-                both = d(torch.cat([real, fake.detach()]))
-                truth = torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)]).to(real.device)
-                critic_step.zero_grad()
-                F.binary_cross_entropy_with_logits(both, truth).backward()
-                critic_step.step()
+                fake = generator(torch.randn(len(real), NOISE, device=real.device))
 
-                generator_step.zero_grad()
-                F.binary_cross_entropy_with_logits(d(fake), torch.ones_like(truth[: len(real)])).backward()
-                generator_step.step()
-    return generator.cpu()
+                critic_loss = F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()
+                critic_optimizer.zero_grad()
+                critic_loss.backward()
+                critic_optimizer.step()
+
+                generator_loss = F.softplus(-critic(fake)).mean()
+                generator_optimizer.zero_grad()
+                generator_loss.backward()
+                generator_optimizer.step()
 
 
+torch.manual_seed(0)
+generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
+critic = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
 images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
-generator = train(TensorDataset(images), epochs=12)
+train(generator, critic, TensorDataset(images), epochs=12)
 
 with torch.no_grad():
-    drawn = generator(torch.randn(500, 16))
-far, near = (images.mean(0) - torch.rand(500, 64).mean(0)).abs().mean(), (images.mean(0) - drawn.mean(0)).abs().mean()
-print(f"from the mean digit: noise {far:.3f}, drawn digits {near:.3f}")
+    generated = generator(torch.randn(500, NOISE))
+mean_digit = images.mean(dim=0)
+distance_of_noise = (mean_digit - torch.rand(500, 64).mean(dim=0)).abs().mean()
+distance = (mean_digit - generated.mean(dim=0)).abs().mean()
+print(f"from the mean digit: noise {distance_of_noise:.3f}, generated digits {distance:.3f}")

@@ -19,10 +19,10 @@ class LoRA(nn.Module):
 
     def __init__(self, base, rank=4):
         super().__init__()
-        self.base = base.requires_grad_(False)
+        self.base = base.requires_grad_(requires_grad=False)
         self.down = nn.Linear(base.in_features, rank, bias=False)
         self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)  # Training starts from the outputs of the base.
+        nn.init.zeros_(self.up.weight)  # training starts from the outputs of the base
 
     def forward(self, x):
         return self.base(x.bfloat16()).float() + self.up(self.down(x))

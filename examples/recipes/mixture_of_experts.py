@@ -47,7 +47,7 @@ def train(model, dataset, epochs):
         for _ in range(epochs):
             for x, y in shard_loader(loader, batch="global"):
                 output, probabilities, choice = model(x)
-                loss = F.mse_loss(output, y) + 0.1 * balance_loss(probabilities, choice)
+                loss = F.mse_loss(output, y) + balance_loss(probabilities, choice)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

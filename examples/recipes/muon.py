@@ -33,7 +33,7 @@ def train(model, dataset, epochs):
     others = [p for p in model.hidden.parameters() if p.ndim != 2]
     others += [*model.embedding.parameters(), *model.head.parameters()]
     muon = torch.optim.Muon(matrices, lr=0.02)
-    adamw = torch.optim.AdamW(others, lr=3e-3)
+    adamw = torch.optim.AdamW(others, lr=1e-2)
     with parallel_model(model):
         for _ in range(epochs):
             for x, y in shard_loader(loader, batch="global"):
@@ -50,14 +50,14 @@ def spirals(count):
     spiral = torch.randint(3, (count,))
     radius = torch.rand(count)
     angle = 6 * radius + spiral * 2 * torch.pi / 3 + 0.1 * torch.randn(count)
-    points = radius.unsqueeze(1) * torch.stack([angle.cos(), angle.sin()], dim=1)
+    points = 3 * radius.unsqueeze(1) * torch.stack([angle.cos(), angle.sin()], dim=1)
     return points, spiral
 
 
 torch.manual_seed(0)
 model = Net()
 points, spiral = spirals(1024)
-train(model, TensorDataset(points, spiral), epochs=25)
+train(model, TensorDataset(points, spiral), epochs=20)
 
 points, spiral = spirals(1024)
 with torch.no_grad():
