@@ -170,8 +170,10 @@ def test_migration_from_ddp_keeps_the_weights(tmp_path: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    """Each file of examples/ has a test here, in test_guide_blocks.py, in tests/integrations or in tests/slurm."""
+    """Each file of examples/ has a test here, or in a file that tests guides, recordings, integrations or Slurm."""
     scripts = "00_quickstart 01_digits 01_digits_single 03_gpt 04_gan 11_resume 15_ema 17_logging 19_same_bits"
     named = {f"{name}.py" for name in scripts.split()} | {"12_notebook.ipynb", "18_kaggle.ipynb", *MIN_ACCURACY}
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == named
+    recorded = {path.name for path in (EXAMPLES / "21_recording").glob("*.py")}
+    assert recorded == {"record.py", "mistake.py", "debug.py"}
     assert {path.name for path in MIGRATION.iterdir() if path.is_dir()} == {"accelerate", "ddp", "lightning"}
