@@ -1,11 +1,12 @@
 """Record a terminal in which three programs run, as an animated SVG: `python record.py`.
 
-The programs run in a real terminal, and the SVG shows what it shows. Only three things change:
-long waits are shortened, long lines break between words, and paths lose the temporary folder.
+The programs run in a real terminal, and the SVG shows what the terminal shows. Only three things
+change: long waits are shortened, long lines break between words, and the temporary folder is
+removed from paths.
 
-A *scene* is one session of a shell. It has *steps*: a command that is typed, or a line that a
-program prints. A step's text is laid out in *rows* of the screen. The *pen* is the cursor,
-together with a cover of all that the terminal has not shown yet: moving it reveals the text.
+A *scene* is one session of a shell. Each of its *steps* is a command that is typed, or a line that
+a program prints. The text of all steps is laid out in *rows* of the screen. The *pen* is the cursor
+and a cover over the text that the terminal has not shown yet. Where the pen moves on, text appears.
 """
 
 import bisect
@@ -54,8 +55,8 @@ DESCRIPTION = (
 )
 PROMPT = re.compile(r"\$ |\[rank \d+\] \(Pdb\) ")
 
-# The recording is scaled to this length. The next times have this scale only among each other.
-LENGTH_S = 20.0
+# The recording takes this long. The other times are stretched to fill it: only their ratios count.
+LENGTH_S = 18.0
 KEY_S = 0.02
 LONGEST_WAIT_S = 0.6
 SHORTEST_PAUSE_S = 0.3
@@ -105,7 +106,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the screen, which begins `start` characters after the beginning of its scene."""
+    """A row of the screen. Its first character is number `start` of the text of its scene."""
 
     text: str
     start: int
