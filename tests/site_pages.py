@@ -286,8 +286,8 @@ def _links_of(path: Path) -> Iterator[Path]:
 
 def _files_of(folder: Path) -> list[Path]:
     """Return what a folder has in the repository, without its README.md and without files that a program has left."""
-    names = [path for path in sorted(folder.iterdir()) if not path.name.startswith((".", "__", "README.md"))]
-    return [path for path in names if path.is_dir() or path.suffix in _DATA or _is_text(path)]
+    paths = [path for path in sorted(folder.iterdir()) if not path.name.startswith((".", "__", "README.md"))]
+    return [path for path in paths if path.is_dir() or path.suffix in _DATA or _is_text(path)]
 
 
 def _is_text(path: Path) -> bool:
