@@ -59,16 +59,18 @@ class _SharedVersions:
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self._key = store, f"saves/{socket.gethostname()}"
-        self._descriptor: int | None = None
         self._latest: dict[bytes, int] = {}
         # A lock of the file does not keep two threads of one process apart.
         self._thread_lock = threading.Lock()
         # The position in the file up to which this process has read.
         self._end = 0
-        # The first rank on this machine makes the file. The others open it at their first save.
+        # The first rank on this machine makes the file. The others open it now, and not at their
+        # first save: then, the first rank may have ended its run, and closed the file.
         if store.add(self._key, 1) == 1:
             self._descriptor = _memory_file()
             store.set(f"{self._key}/file", f"{os.getpid()} {self._descriptor}")
+        else:
+            self._descriptor = self._open()
 
     def rename(self, temporary: TemporaryFile, version: int, *, is_rank_0: bool) -> None:
         """Let a temporary file replace its target, if its version is new on this machine.
@@ -80,26 +82,23 @@ class _SharedVersions:
         """
         path = os.fsencode(temporary.target)
         digest = hashlib.blake2b(path, digest_size=16).digest()
-        with self._thread_lock, self._locked() as descriptor:
-            latest = self._read(descriptor).get(digest, 0)
+        with self._thread_lock, self._locked():
+            latest = self._read().get(digest, 0)
             if is_rank_0 or version > latest:
                 temporary.replace_target()
             if version > latest:
-                os.pwrite(descriptor, _VERSION.pack(digest, version), self._end)
+                os.pwrite(self._descriptor, _VERSION.pack(digest, version), self._end)
 
     def close(self) -> None:
         """Close the file; it is gone when all ranks of the machine have closed it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        os.close(self._descriptor)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        """Lock the file for this process in the context, and yield its descriptor."""
-        if self._descriptor is None:
-            self._descriptor = self._open()
+    def _locked(self) -> Iterator[None]:
+        """Lock the file for this process in the context."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
-            yield self._descriptor
+            yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
@@ -108,16 +107,17 @@ class _SharedVersions:
 
         A rank that shares no file renames each file that it saves.
         """
-        # The store is lost when a user's `finally` block saves after a failure. And some systems
-        # hide a process from the other processes of its user.
+        # The store may be lost by now. And some systems hide a process from the other processes of
+        # its user.
         with contextlib.suppress(dist.DistError, RuntimeError, OSError, ValueError):
             process, descriptor = map(int, self._store.get(f"{self._key}/file").split())
             return _opened_memory_file(process, descriptor)
         return _memory_file()
 
-    def _read(self, descriptor: int) -> dict[bytes, int]:
+    def _read(self) -> dict[bytes, int]:
         """Read what the ranks have appended since the last call; return digest -> version."""
-        appended = os.pread(descriptor, os.fstat(descriptor).st_size - self._end, self._end)
+        size = os.fstat(self._descriptor).st_size
+        appended = os.pread(self._descriptor, size - self._end, self._end)
         self._latest.update(_VERSION.iter_unpack(appended))
         self._end += len(appended)
         return self._latest

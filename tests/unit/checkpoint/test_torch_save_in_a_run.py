@@ -15,6 +15,24 @@ import torch.distributed as dist
 
 from parallelize.torch_patches.save import atomic_saves
 
+SAVING_ONCE = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from parallelize.torch_patches.save import atomic_saves
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+store = dist.FileStore(str(folder / "store"), 3)
+if rank:
+    store.wait(["entered by 0"])
+with atomic_saves(store, rank):
+    store.set(f"entered by {rank}", "")
+    store.wait(["entered by 1"])
+    if rank:
+        store.wait(["left by 0"])
+    torch.save(rank, folder / "a.pt")
+store.set(f"left by {rank}", "")
+"""
+
 SAVING = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
@@ -45,6 +63,13 @@ def test_ranks_that_meet_in_a_file(tmp_path: Path) -> None:
     assert found["rank"] == 0
     assert found["x"].unique() == count - 1
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.pt", "store"]
+
+
+def test_a_rank_saves_after_rank_0_has_ended_its_run(tmp_path: Path) -> None:
+    """The file of rank 0 stays, also if the slow rank makes its first save only then."""
+    runs = [subprocess.Popen([sys.executable, "-c", SAVING_ONCE, str(tmp_path), str(rank)]) for rank in range(2)]
+    assert [run.wait() for run in runs] == [0, 0]
+    assert torch.load(tmp_path / "a.pt") == 0
 
 
 @pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
