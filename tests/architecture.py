@@ -121,7 +121,7 @@ ROOMS: Mapping[str, int] = {
     "plugins": 3_336,
     "precision": 8_045,
     "run": 10_685,
-    "torch_patches": 7_349,
+    "torch_patches": 7_326,
     "worker": 7_798,
 }
 
