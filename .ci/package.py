@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 REQUIRED_LINKS = ("Repository", "Documentation", "Changelog")
 # Tests that need no other package than those of the extra `test`, and few seconds: that the tests of the sdist run, not
 # that all of them pass, which CI has shown.
-TESTS_OF_THE_SDIST = ("tests/unit/config", "tests/packaging/test_project_files.py")
+TESTS_OF_THE_SDIST = ("tests/unit/config", "tests/packaging")
 # What git tracks and a source distribution does not need.
 NOT_IN_THE_SDIST = re.compile(r"\.git(attributes|modules)$")
 
