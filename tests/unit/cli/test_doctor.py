@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from packaging.requirements import Requirement
 from ranks import without_leak_report
 
 from parallelize.cli import doctor
@@ -212,7 +213,10 @@ def test_optional_libraries_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_extra_for_users_is_asked_for() -> None:
-    """The check knows the extras of pyproject.toml, but those for developers."""
+    """The check knows the extras of pyproject.toml, but those for developers, and `all`, which is made of others."""
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].keys() - {"test", "integrations", "dev"}
+    extras = project["optional-dependencies"].keys() - {"all", "test", "integrations", "dev"}
     assert {extra.name for extra in doctor.EXTRAS} == extras
+    # Examples are no feature of the library.
+    (features,) = project["optional-dependencies"]["all"]
+    assert Requirement(features).extras == extras - {"examples"}
