@@ -67,7 +67,7 @@ def test_lora() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
 def test_mixture_of_experts(backend: str) -> None:
     """Each of the four experts has samples, and together they explain most of the variance."""
     *samples_of_experts, unseen, explained = numbers(last_line("mixture_of_experts.py", PARALLELIZE_BACKEND=backend))
@@ -133,7 +133,7 @@ def test_the_guide_shows_lines_of_the_recipe(title: str) -> None:
     assert block
     assert program
     program_lines = without_comments((GUIDE.parent / program[1]).read_text())
-    for part in block[1].split("...\n"):
+    for part in re.split(r"^ *\.\.\.\n", block[1], flags=re.MULTILINE):
         assert without_comments(textwrap.dedent(part)).strip() in program_lines, part
 
 
