@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from parallelize import distributed
+from parallelize import distributed, rank
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +79,37 @@ def with_fabric() -> tuple[str, nn.Module]:
             fabric.backward(F.mse_loss(model(x), y))
             optimizer.step()
     return type(model._forward_module).__name__, model.module
+
+
+def with_lightning() -> tuple[str, nn.Module]:
+    import pytorch_lightning
+
+    class Lit(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, _number: int) -> torch.Tensor:
+            self.wrapper = type(self.trainer.strategy.model).__name__
+            x, y = batch
+            return F.mse_loss(self.net(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        devices=PROCESSES,
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,  # that of the Trainer shuffles in training
+    )
+    lit = Lit()
+    sampler = DistributedSampler(dataset(), num_replicas=PROCESSES, rank=rank(), shuffle=False)
+    trainer.fit(lit, DataLoader(dataset(), batch_size=PER_PROCESS, sampler=sampler))
+    return lit.wrapper, lit.net
 
 
 class NetWithLoss(nn.Module):
@@ -153,6 +184,13 @@ def test_accelerate_trains_as_written() -> None:
 def test_fabric_trains_as_written() -> None:
     """`Fabric.launch` starts no processes, and joins those of the call."""
     check(with_fabric)
+
+
+@needs("pytorch_lightning")
+@pytest.mark.filterwarnings("default")  # its own warnings, which depend on the machine
+def test_a_trainer_of_lightning_trains_as_written() -> None:
+    """A Trainer finds the processes of the call, and wraps the module in DDP."""
+    check(with_lightning)
 
 
 @needs("accelerate", "transformers")
