@@ -91,8 +91,7 @@ def test_only_the_job_that_publishes_may_publish() -> None:
 def imports_of_examples() -> Iterator[tuple[Path, str]]:
     """Yield the imports of programs, notebooks, and code in guides, each with its file."""
     for path in sorted((ROOT / "examples").rglob("*")):
-        # The guide to other libraries begins with the command that installs each of them.
-        if path.suffix not in {".py", ".ipynb", ".md"} or path.name == "trainers.md":
+        if path.suffix not in {".py", ".ipynb", ".md"}:
             continue
         text = path.read_text()
         if path.suffix == ".ipynb":
