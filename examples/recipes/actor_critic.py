@@ -57,7 +57,7 @@ def train(actor, critic, rounds):
     with parallel_model(actor, critic):
         poles = Poles(count=64)  # in the block, each process draws other random numbers
         for _ in range(rounds):
-            states, actions, old, returns, falls = play(actor, critic, poles, steps=32)
+            states, actions, old_log_probabilities, returns, falls = play(actor, critic, poles, steps=32)
             falls_by_round.append(all_reduce(falls, "mean").item())
             for _ in range(8):
                 values = critic(states).squeeze(dim=2)
@@ -66,7 +66,8 @@ def train(actor, critic, rounds):
                 critic_loss.backward()
                 critic_optimizer.step()
 
-                log_ratio = Categorical(logits=actor(states)).log_prob(actions) - old
+                policy = Categorical(logits=actor(states))
+                log_ratio = policy.log_prob(actions) - old_log_probabilities
                 ratio = log_ratio.exp()
                 advantage = returns - values.detach()
                 gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)

@@ -39,6 +39,7 @@ def make_model():
 
 x = torch.rand(1024, 2, generator=torch.Generator().manual_seed(1)) - 0.5
 dataset = TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long())
+# Usually this is another machine, and you start the same program on it.
 one_device = {"gpus": 1, "processes": None} if torch.cuda.is_available() else {"processes": 1}
 
 with tempfile.TemporaryDirectory() as folder:
