@@ -37,6 +37,7 @@ generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), 
 critic = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
 images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
 train(generator, critic, TensorDataset(images), epochs=12)
+generator.cpu()  # a call that uses a single GPU leaves the model on it
 
 with torch.no_grad():
     generated = generator(torch.randn(500, NOISE))

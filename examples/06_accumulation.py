@@ -35,6 +35,7 @@ images = torch.tensor(digits.data, dtype=torch.float32) / 16
 labels = torch.tensor(digits.target)
 network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 train(network, TensorDataset(images[360:], labels[360:]), epochs=15)
+network.cpu()  # a call that uses a single GPU leaves the model on it
 
 with torch.no_grad():
     right = (network(images[:360]).argmax(dim=1) == labels[:360]).float().mean().item()

@@ -39,6 +39,7 @@ labels = torch.tensor(digits.target)
 torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 train(network, TensorDataset(images[360:], labels[360:]), images[:360], labels[:360], epochs=3)
+network.cpu()  # a call that uses a single GPU leaves the model on it
 
 network.load_state_dict(torch.load("ema.pt"))
 with torch.no_grad():

@@ -57,6 +57,7 @@ text = torch.tanh(hidden @ torch.randn(8, 32)) + 0.1 * torch.randn(2304, 32)
 
 model = Clip()
 batch = train(model, TensorDataset(image[256:], text[256:]), epochs=15)
+model.cpu()  # a call that uses a single GPU leaves the model on it
 
 with torch.no_grad():
     images, texts = model(image[:256], text[:256])

@@ -60,6 +60,7 @@ model = nn.Sequential(LoRA(base[0]), nn.Tanh(), LoRA(base[2]), nn.Tanh(), LoRA(b
 with torch.no_grad():
     loss_before = F.mse_loss(model(x), y).item()
 train(model, TensorDataset(x, y), epochs=10)
+model.cpu()  # a call that uses a single GPU leaves the model on it
 
 # The base's layers are in the model, so they would show a change.
 assert all(torch.equal(weight, weights_before[name]) for name, weight in base.state_dict().items())

@@ -62,6 +62,7 @@ y = (functions[quadrant] * x).sum(dim=1)
 
 model = MixtureOfExperts(width=8, experts=4)
 train(model, TensorDataset(x[1024:], y[1024:]), epochs=20)
+model.cpu()  # a call that uses a single GPU leaves the model on it
 
 with torch.no_grad():
     output, _, choice = model(x[:1024])

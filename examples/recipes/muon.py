@@ -58,6 +58,7 @@ torch.manual_seed(0)
 model = Net()
 points, spiral = spirals(1024)
 train(model, TensorDataset(points, spiral), epochs=20)
+model.cpu()  # a call that uses a single GPU leaves the model on it
 
 points, spiral = spirals(1024)
 with torch.no_grad():

@@ -50,6 +50,9 @@ with tempfile.TemporaryDirectory() as folder:
     model = make_model()
     train.options(**one_device)(model, dataset, f"{folder}/resumed", epochs=10)
 
+uninterrupted.cpu()
+model.cpu()  # a call that uses a single GPU leaves the model on it
+
 with torch.no_grad():
     accuracy = (model(x).argmax(dim=1) == dataset.tensors[1]).float().mean().item()
 weights, expected = (nn.utils.parameters_to_vector(m.parameters()) for m in (model, uninterrupted))

@@ -28,6 +28,7 @@ x = torch.rand(2048, 1)
 y = torch.sin(2 * torch.pi * x)
 model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 train(model, TensorDataset(x, y), epochs=20)
+model.cpu()  # a call that uses a single GPU leaves the model on it
 
 grid = torch.linspace(0, 1, 101).unsqueeze(1)
 with torch.no_grad():
