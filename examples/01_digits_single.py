@@ -44,7 +44,7 @@ torch.manual_seed(0)
 model = Net()
 loss = train(model, TensorDataset(x_train, y_train), epochs=10)
 
-model.eval()
+model.cpu().eval()
 with torch.no_grad():
     accuracy = (model(x_test).argmax(dim=1) == y_test).float().mean().item()
 print(f"last loss {loss:.3f}, accuracy on {len(x_test)} unseen images {accuracy:.3f}")

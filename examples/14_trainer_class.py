@@ -43,7 +43,7 @@ for _ in range(2):  # the second call goes on: weights, AdamW's moments and the 
     trainer.losses += trainer.fit(epochs=3)
 print(f"learning rate {trainer.scheduler.get_last_lr()[0]:.5f} after {len(trainer.losses)} epochs")
 
-trainer.model.eval()
+trainer.model.cpu().eval()
 with torch.no_grad():
     accuracy = (trainer.model(x_test).argmax(dim=1) == y_test).float().mean().item()
 print(f"last loss {trainer.losses[-1]:.3f}, accuracy on {len(x_test)} unseen images {accuracy:.3f}")
