@@ -223,7 +223,7 @@ def test_a_package_of_a_checkout_has_no_links(tmp_path: Path) -> None:
     wheel = build("wheel", ROOT, tmp_path)
     found = package_script.metadata_of(wheel)
     assert found.get_all("Project-URL") is None
-    assert found.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert found.get_payload(decode=True).decode().strip() == (ROOT / "README.md").read_text().strip()
     assert found["Metadata-Version"] == "2.4"
     (fault,) = package_script.faults_of_a_release(f"v{VERSION}", found, RELEASED.replace("1.2.3", VERSION))
     assert "GITHUB_REPOSITORY=owner/name" in fault
