@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 import signal
 import socket
 import time
@@ -28,6 +29,13 @@ from parallelize.errors import ParallelizeError, WorkerError, error_text
 
 _CPU = torch.device("cpu")
 _FIX_VALUE = "return plain values, tensors, modules or state_dicts"
+
+
+# Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain
+# RuntimeErrors.
+_PEER_LOST = re.compile(
+    r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -164,3 +172,8 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
         frames = "".join(traceback.format_tb(trace))
         last = f"{type(error).__name__}: {error_text(error)}"
         return f"Traceback (most recent call last):\n{frames}{last}\n"
+
+
+def is_peer_lost(text: str) -> bool:
+    """Return whether the text of an error says that a collective has failed as a peer was lost."""
+    return _PEER_LOST.search(text) is not None

@@ -24,7 +24,7 @@ import signal
 from collections.abc import Sequence
 from operator import attrgetter
 
-from parallelize.call.outcome import Outcome, format_error
+from parallelize.call.outcome import Outcome, format_error, is_peer_lost
 from parallelize.errors import (
     ParallelizeError,
     SyncError,
@@ -35,11 +35,6 @@ from parallelize.errors import (
 )
 from parallelize.hang_detection.stack_frames import call_site_in
 
-# Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain
-# RuntimeErrors.
-_PEER_LOST = re.compile(
-    r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE
-)
 # gloo's message before it aborts the process; faulthandler then prints each thread's stack, the
 # main thread's last.
 _GLOO_SIZE_MISMATCH = re.compile(
@@ -90,7 +85,7 @@ def end_of(outcome: Outcome) -> End:
         return End.RETURNED
     if outcome.was_stopped:
         return End.STOPPED
-    if _PEER_LOST.search(outcome.traceback) and not isinstance(error, SyncError):
+    if is_peer_lost(outcome.traceback) and not isinstance(error, SyncError):
         return End.LOST_CONNECTION
     if isinstance(error, ParallelizeError) and error.is_secondary:
         return End.REPEATED

@@ -56,7 +56,7 @@ import torch
 
 from parallelize.call.logs import RecordFile, without_log_files
 from parallelize.call.main_module import pickle_main_by_value, populate_main
-from parallelize.call.outcome import Outcome
+from parallelize.call.outcome import Outcome, format_error, is_peer_lost
 from parallelize.call.returned import WayBack
 from parallelize.call.task import Task
 from parallelize.cluster.world import World
@@ -247,5 +247,8 @@ def _write(outcome: Outcome, path: Path) -> None:
 def _is_inspected(error: BaseException) -> bool:
     """Return whether the debugger is to stop where an error was raised."""
     if not isinstance(error, Exception) or isinstance(error, bdb.BdbQuit):
+        return False
+    if is_peer_lost(format_error(error, error.__traceback__)):
+        # Another rank's error has caused this one. A prompt here would keep the call waiting.
         return False
     return os.environ.get(_POST_MORTEM, "0") != "0"
