@@ -304,7 +304,7 @@ def source_page(path: Path) -> str:
     if path.suffix == ".md":
         return page_of(text, path=path)
     if path.suffix == ".ipynb":
-        return _notebook_page(json.loads(text), name)
+        return _notebook_page(json.loads(text), path)
     return f"# {name}\n\n{_fenced(text, _LANGUAGES.get(path.suffix, 'text'))}\n"
 
 
@@ -315,12 +315,12 @@ def _folder_page(folder: Path, name: str) -> str:
     return "\n".join([text, "## Files", "", *files, ""])
 
 
-def _notebook_page(notebook: dict[str, Any], name: str) -> str:
-    cells = [f"# {name}"]
+def _notebook_page(notebook: dict[str, Any], path: Path) -> str:
+    cells = [f"# {path.relative_to(ROOT).as_posix()}"]
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            cells.append(re.sub(r"^#", "##", text, flags=re.MULTILINE))
+            cells.append(page_of(re.sub(r"^#", "##", text, flags=re.MULTILINE), path=path))
         else:
             cells.append(_fenced(text, "python"))
     return "\n\n".join(cells) + "\n"
