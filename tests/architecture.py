@@ -108,7 +108,7 @@ ROOMS: Mapping[str, int] = {
     "backends/balanced": 13_456,
     "backends/fsdp": 18_295,
     "block": 6_193,
-    "call": 18_318,
+    "call": 18_332,
     "checkpoint": 18_328,
     "cli": 5_342,
     "cluster": 6_235,
@@ -117,12 +117,12 @@ ROOMS: Mapping[str, int] = {
     "data": 21_663,
     "gradients": 10_869,
     "hang_detection": 12_249,
-    "launchers": 26_914,
+    "launchers": 26_908,
     "plugins": 3_336,
     "precision": 8_045,
     "run": 10_685,
     "torch_patches": 7_326,
-    "worker": 7_817,
+    "worker": 7_820,
 }
 
 # Figures that each room stays within: code tokens a line; of a thousand code tokens: comprehensions, those in others or

@@ -25,12 +25,10 @@ from parallelize.call.reachable import is_a
 from parallelize.call.tracebacks import shorten_chain
 from parallelize.call.unpicklable import Part
 from parallelize.cluster.world import World
-from parallelize.errors import ParallelizeError, WorkerError, error_text
+from parallelize.errors import ParallelizeError, SyncError, WorkerError, error_text
 
 _CPU = torch.device("cpu")
 _FIX_VALUE = "return plain values, tensors, modules or state_dicts"
-
-
 # Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain
 # RuntimeErrors.
 _PEER_LOST = re.compile(
@@ -174,6 +172,11 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
         return f"Traceback (most recent call last):\n{frames}{last}\n"
 
 
-def is_peer_lost(text: str) -> bool:
-    """Return whether the text of an error says that a collective has failed as a peer was lost."""
-    return _PEER_LOST.search(text) is not None
+def is_peer_lost(error: BaseException, text: str) -> bool:
+    """Return whether a collective has failed because a peer was lost, and nothing explains it.
+
+    Args:
+        error: the error. A SyncError explains the lost connection that it was raised from.
+        text: what Python prints for it, see `format_error`.
+    """
+    return _PEER_LOST.search(text) is not None and not isinstance(error, SyncError)

@@ -85,7 +85,7 @@ def end_of(outcome: Outcome) -> End:
         return End.RETURNED
     if outcome.was_stopped:
         return End.STOPPED
-    if is_peer_lost(outcome.traceback) and not isinstance(error, SyncError):
+    if is_peer_lost(error, outcome.traceback):
         return End.LOST_CONNECTION
     if isinstance(error, ParallelizeError) and error.is_secondary:
         return End.REPEATED

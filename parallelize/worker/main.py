@@ -248,7 +248,7 @@ def _is_inspected(error: BaseException) -> bool:
     """Return whether the debugger is to stop where an error was raised."""
     if not isinstance(error, Exception) or isinstance(error, bdb.BdbQuit):
         return False
-    if is_peer_lost(format_error(error, error.__traceback__)):
-        # Another rank's error has caused this one. A prompt here would keep the call waiting.
+    if os.environ.get(_POST_MORTEM, "0") == "0":
         return False
-    return os.environ.get(_POST_MORTEM, "0") != "0"
+    # An error that another rank has caused is not inspected: its prompt would hold up the call.
+    return not is_peer_lost(error, format_error(error, error.__traceback__))
