@@ -186,8 +186,19 @@ def unpacked(sdist: Path, folder: Path) -> Path:
     return source
 
 
+@pytest.fixture
+def link_in_build() -> Iterator[None]:
+    """A link from build/, which git ignores, to a folder of tests, as tests/fake_cuda makes one when it is compiled."""
+    link = ROOT / "build" / "link_to_tests"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(ROOT / "tests" / "fake_cuda")
+    yield
+    link.unlink()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("link_in_build")
 def test_an_sdist_of_a_release(tmp_path: Path) -> None:
     """It has the repository's links, README without relative ones, all tracked files, and gives a wheel the same."""
     sdist = build("sdist", ROOT, tmp_path / "sdist", GITHUB_REPOSITORY="owner/name")
