@@ -88,6 +88,21 @@ def test_only_the_job_that_publishes_may_publish() -> None:
             assert job["permissions"] == {"contents": "read"}
 
 
+def test_the_site_is_published_with_a_version() -> None:
+    """The site is built with the addresses that mkdocs.yml asks for, and one job alone may publish it."""
+    docs = workflow("docs.yml")
+    assert docs["permissions"] == {}
+    assert docs[True]["push"] == {"tags": ["v*"]}
+    build_job, publish = docs["jobs"]["build"], docs["jobs"]["publish"]
+    assert build_job["permissions"] == {"contents": "read"}
+    (build_step,) = [step for step in build_job["steps"] if step.get("run") == "tox run -e docs"]
+    asked_for = re.findall(r"!ENV \[(\w+),", (ROOT / ".github/site/mkdocs.yml").read_text())
+    assert sorted(build_step["env"]) == sorted(asked_for)
+    assert publish["permissions"] == {"pages": "write", "id-token": "write"}
+    (publish_step,) = publish["steps"]
+    assert publish_step["uses"].startswith("actions/deploy-pages@")
+
+
 def imports_of_examples() -> Iterator[tuple[Path, str]]:
     """Yield the imports of programs, notebooks, and code in guides, each with its file."""
     for path in sorted((ROOT / "examples").rglob("*")):
