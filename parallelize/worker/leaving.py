@@ -116,7 +116,10 @@ def _end_threads() -> None:
         frame = frames.get(thread.ident or 0)
         # None: the thread has ended just now.
         if frame is not None:
-            places.append(f"{thread.name} at {call_site([*traceback.walk_stack(frame)])}")
+            line = call_site([*traceback.walk_stack(frame)])
+            # None in a thread whose function is written in C, as Thread(target=time.sleep) is.
+            at_line = f" at {line}" if line else ""
+            places.append(f"{thread.name}{at_line}")
     if places:
         sys.stderr.write(f"threads that the function has left were ended: {', '.join(places)}\n")
         os._exit(1)

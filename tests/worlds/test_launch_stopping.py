@@ -447,6 +447,7 @@ def train(seconds):
         pathlib.Path(f"written.{rank()}").touch()
 
     threading.Thread(target=work, name="writer").start()
+    threading.Thread(target=time.sleep, args=[seconds], name="sleeper").start()
     return rank()
 
 print(train.all_ranks(float(sys.argv[1])))
@@ -462,5 +463,5 @@ def test_a_thread_has_some_seconds_after_the_call(seconds: float, written: int, 
     assert len(list(tmp_path.glob("written.*"))) == written
     for number in range(2) if not written else ():
         ended = f"the process of rank {number} ended with code 1 after the call had its values: "
-        assert f"{ended}threads that the function has left were ended: writer at <string>:8" in done.stderr
+        assert f"{ended}threads that the function has left were ended: writer at <string>:8, sleeper\n" in done.stderr
     assert "most recent call" not in done.stderr
