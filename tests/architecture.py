@@ -122,7 +122,7 @@ ROOMS: Mapping[str, int] = {
     "precision": 8_045,
     "run": 10_685,
     "torch_patches": 7_326,
-    "worker": 7_841,
+    "worker": 7_967,
 }
 
 # Figures that each room stays within: code tokens a line; of a thousand code tokens: comprehensions, those in others or

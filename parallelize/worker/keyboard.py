@@ -292,6 +292,19 @@ class _KeyboardPdb(pdb.Pdb):
         return result
 
     @override
+    def get_stack(
+        self, f: FrameType | None, t: TracebackType | None
+    ) -> tuple[list[tuple[FrameType, int]], int]:
+        """Return the frames from the user's function on, and which of them has the prompt."""
+        stack, current = super().get_stack(f, t)
+        modules = [frame.f_globals.get("__name__", "") for frame, _line in stack]
+        of_worker = [place for place, module in enumerate(modules) if module.startswith(_ROOM)]
+        if not of_worker or of_worker[-1] >= current:
+            return stack, current
+        first = of_worker[-1] + 1
+        return stack[first:], current - first
+
+    @override
     def onecmd(self, line: str) -> bool:
         """Do what a line says."""
         names = self._keyboard.names or ScriptNames()

@@ -125,6 +125,24 @@ def interrupt_the_prompt(terminal: Any) -> None:
             return
 
 
+def functions_in(stack: str) -> list[str]:
+    """Return the functions that `where` lists, the outermost first."""
+    return re.findall(r"\(\d+\)(\w+)\(", stack)
+
+
+@pytest.mark.slow
+def test_the_stack_begins_with_the_function(start: Callable[..., Any]) -> None:
+    """`where` lists the function and what it has called, and not what has called it; `up` ends there."""
+    terminal = start("train()")
+    rank = asked(terminal)
+    terminal.sendline("where")
+    assert asked(terminal) == rank
+    assert functions_in(terminal.before) == ["train"]
+    terminal.sendline("up")
+    terminal.expect_exact("Oldest frame")
+    assert asked(terminal) == rank
+
+
 def test_ranks_are_debugged_one_after_the_other(start: Callable[..., Any]) -> None:
     """The prompt names the rank; `ranks` lists those that have stopped, `rank 1` goes to one of them."""
     terminal = start("print('result', train())")
@@ -318,6 +336,10 @@ def test_an_uncaught_exception_is_inspected(start: Callable[..., Any]) -> None:
     terminal.expect_exact("[rank 1] (Pdb) ")
     terminal.sendline("p key * 2")
     terminal.expect_exact("'momentummomentum'")
+    assert asked(terminal) == 1
+    terminal.sendline("where")
+    assert asked(terminal) == 1
+    assert functions_in(terminal.before) == ["fail"]
     terminal.sendline("q")
     terminal.expect(r"KeyError: 'momentum'\s+rank 1 of 2")
     # Rank 0 has lost its connection to rank 1, and does not ask.
