@@ -109,8 +109,10 @@ elif [ -e "$run/stop.acknowledged" ]; then
 fi
 if [ "$TORCHELASTIC_RESTART_COUNT" -lt "$most" ]; then
     echo "requeue $((TORCHELASTIC_RESTART_COUNT + 1)) of $most after exit code $code" >&2
-    # Sleeps until Slurm kills this script: returning earlier would end the job.
-    scontrol requeue "$job" && sleep 60
+    # Sleeps until Slurm kills this script: returning earlier would end the job. Without exec,
+    # Slurm may kill the script just before it starts a child, which would be left.
+    trap '' USR2
+    scontrol requeue "$job" && exec sleep 60
 fi
 echo "[$code, $SLURM_NTASKS, \\"$job.$TORCHELASTIC_RESTART_COUNT\\"]" > "$run/result"
 mv "$run/result" "$folder/result.$job"
