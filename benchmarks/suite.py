@@ -52,7 +52,9 @@ BENCHMARKS = {
     "auto": Benchmark(quick=("--models", "large embedding", "--steps", "3", "--rounds", "1")),
     "balanced": Benchmark(quick=("--models", "conv chain", "--no-host")),
     "checkpoint": Benchmark(
-        quick=("--megabytes", "10", "--rounds", "1"), on_gpu="how long a save holds a loop on the GPU"
+        full=("--rounds", "15"),
+        quick=("--megabytes", "10", "--rounds", "1"),
+        on_gpu="how long a save holds a loop on the GPU",
     ),
     "data": Benchmark(quick=("--rounds", "1"), on_gpu="(b): whether the copy of a batch is hidden"),
     "faults": Benchmark(quick=("--rounds", "1", "--faults", "killed")),
