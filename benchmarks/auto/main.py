@@ -273,7 +273,9 @@ def under_limit(
     auto = measured(name, "auto", limit, steps)
     choice = None if auto is None else chosen(auto[2])
     ratio = seconds[choice] / seconds[best] if choice in fitting and best is not None else 0.0
-    row = f"| {name} | {limit / MIB:.0f} | {', '.join(fitting) or 'none'} | {best} | {choice} | {ratio:.2f} |"
+    fits = ", ".join(fitting) or "none"
+    ratio_cell = f"{ratio:.2f}" if fitting else ""  # without a best, there is nothing to compare with
+    row = f"| {name} | {limit / MIB:.0f} | {fits} | {best or 'none'} | {choice or 'none'} | {ratio_cell} |"
     return row, choice == best or 0 < ratio <= 1.1
 
 
