@@ -122,7 +122,7 @@ ROOMS: Mapping[str, int] = {
     "precision": 8_045,
     "run": 10_685,
     "torch_patches": 7_326,
-    "worker": 7_967,
+    "worker": 7_958,
 }
 
 # Figures that each room stays within: code tokens a line; of a thousand code tokens: comprehensions, those in others or

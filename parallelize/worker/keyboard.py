@@ -254,6 +254,12 @@ def _message(subject: str, value: object) -> bytes:
     return json.dumps([subject, value]).encode()
 
 
+def _module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code a frame runs; "": it has none."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
 class _KeyboardPdb(pdb.Pdb):
     """A debugger that uses the caller's keyboard, and says when it runs on.
 
@@ -297,11 +303,13 @@ class _KeyboardPdb(pdb.Pdb):
     ) -> tuple[list[tuple[FrameType, int]], int]:
         """Return the frames from the user's function on, and which of them has the prompt."""
         stack, current = super().get_stack(f, t)
-        modules = [frame.f_globals.get("__name__", "") for frame, _line in stack]
-        of_worker = [place for place, module in enumerate(modules) if module.startswith(_ROOM)]
-        if not of_worker or of_worker[-1] >= current:
+        first = 0
+        for place, (frame, _line) in enumerate(stack):
+            # The last frame of this room has called the user's function.
+            if _module_of(frame).startswith(_ROOM):
+                first = place + 1
+        if first > current:
             return stack, current
-        first = of_worker[-1] + 1
         return stack[first:], current - first
 
     @override
@@ -326,7 +334,7 @@ class _KeyboardPdb(pdb.Pdb):
         """
         names = self._keyboard.names
         frame: FrameType | None = self.curframe
-        if names is None or frame is None or frame.f_globals.get("__name__") != "__main__":
+        if names is None or frame is None or _module_of(frame) != "__main__":
             return
         for word in words:
             # A module may not be found in this process.
@@ -346,7 +354,7 @@ class _KeyboardPdb(pdb.Pdb):
     @override
     def stop_here(self, frame: FrameType) -> bool:
         """Return whether to stop in a frame that is stepped through: not in one of this package."""
-        module: str = frame.f_globals.get("__name__", "")
+        module = _module_of(frame)
         if module.startswith(_ROOM):
             # The user's function has ended.
             self.set_continue()

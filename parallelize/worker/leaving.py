@@ -117,7 +117,7 @@ def _end_threads() -> None:
         # None: the thread has ended just now.
         if frame is not None:
             line = call_site([*traceback.walk_stack(frame)])
-            # None in a thread whose function is written in C, as Thread(target=time.sleep) is.
+            # A thread whose function is written in C, as Thread(target=time.sleep), has no line.
             at_line = f" at {line}" if line else ""
             places.append(f"{thread.name}{at_line}")
     if places:

@@ -206,6 +206,7 @@ def link_in_build() -> Iterator[None]:
     """A link from build/, which git ignores, to a folder of tests, as tests/fake_cuda makes one when it is compiled."""
     link = ROOT / "build" / "link_to_tests"
     link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)  # of a run that was killed
     link.symlink_to(ROOT / "tests" / "fake_cuda")
     yield
     link.unlink()

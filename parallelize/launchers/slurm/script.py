@@ -109,8 +109,8 @@ elif [ -e "$run/stop.acknowledged" ]; then
 fi
 if [ "$TORCHELASTIC_RESTART_COUNT" -lt "$most" ]; then
     echo "requeue $((TORCHELASTIC_RESTART_COUNT + 1)) of $most after exit code $code" >&2
-    # Sleeps until Slurm kills this script: returning earlier would end the job. Without exec,
-    # Slurm may kill the script just before it starts a child, which would be left.
+    # Sleeps until Slurm kills this process: an earlier end, also by USR2, would end the job.
+    # With exec, the script becomes the sleep: there is no child that Slurm could leave behind.
     trap '' USR2
     scontrol requeue "$job" && exec sleep 60
 fi
