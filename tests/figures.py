@@ -448,7 +448,11 @@ def checkpoints() -> str:
 
 def checkpoints_in_a_loop() -> str:
     """Return the table of what saving in the background takes of a loop."""
-    columns = ["the save holds the loop for", "relative to torch.save", "a step during the save, relative to no save"]
+    columns = [
+        "the save holds the loop for",
+        "relative to torch.save",
+        "a step after the save has returned, relative to no save",
+    ]
     rows = [["a checkpoint of 1 GB", *columns]]
     for name, held, relative, step in table_of("checkpoint", 2).rows:
         rows.append([name, median(held), relative, step])

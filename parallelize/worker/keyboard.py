@@ -305,9 +305,10 @@ class _KeyboardPdb(pdb.Pdb):
         stack, current = super().get_stack(f, t)
         first = 0
         for place, (frame, _line) in enumerate(stack):
-            # The last frame of this room has called the user's function.
+            # The last frame of `parallelize.worker` has called the user's function.
             if _module_of(frame).startswith(_ROOM):
                 first = place + 1
+        # The prompt is before the function, as in `parallelize.worker` itself.
         if first > current:
             return stack, current
         return stack[first:], current - first
